@@ -1,0 +1,117 @@
+"""`reward=function`: any Python function by its dotted path, also with the signature that TRL's users have."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_lightning.errors import UsageError
+from grpo_lightning.reward.score import RewardBatch
+
+
+class Function:
+    """Calls `f(prompts=..., completions=..., **columns)` and takes a number or None per completion from it.
+
+    The function gets only what its signature names (everything if it has `**kwargs`): `prompts`, `completions`
+    (strings), `completion_ids`, `answer`, and the columns of the data.
+
+    path: "package.module.function" (modules in the current directory count), or a callable, as Hydra's
+        `{_target_: my_module.fn, _partial_: true, ...}` makes one.
+    kwargs: further keyword arguments for the function; they win over columns of the same name.
+    Raises UsageError if the path does not lead to a callable, or if the function wants what is not there.
+    """
+
+    def __init__(
+        self,
+        path: str | Callable[..., Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        weight: float = 1.0,
+        correctness: bool = False,
+    ):
+        if path is None:
+            raise UsageError("reward.function.path is needed, for example reward.function.path=my_module.my_function")
+        self.function = locate(path) if isinstance(path, str) else path
+        self.name = path if isinstance(path, str) else _name(path)
+        if not callable(self.function):
+            raise UsageError(f"reward.function.path={self.name} is no function but {type(self.function).__name__}")
+        if inspect.isclass(self.function):
+            raise UsageError(f"reward.function.path={self.name} is a class; give a function or an object of it")
+        if inspect.iscoroutinefunction(self.function):
+            raise UsageError(f"reward.function.path={self.name} is a coroutine; an ordinary function is needed")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise UsageError(f"reward.function.kwargs must be a mapping of keyword arguments, got {kwargs!r}")
+        self.kwargs = dict(kwargs or {})
+        self.weight = weight
+        self.correctness = correctness
+        self._parameters = inspect.signature(self.function).parameters
+
+    def __call__(self, batch: RewardBatch) -> Any:
+        offered: dict[str, Any] = {"answer": batch.answers, **batch.columns, **self.kwargs}
+        offered |= {
+            "prompts": batch.prompts,
+            "completions": batch.completions,
+            "completion_ids": batch.completion_ids,
+        }
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        named = [n for n, p in self._parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for name, parameter in self._parameters.items():
+            if name in named and name not in offered and parameter.default is parameter.empty:
+                raise UsageError(
+                    f"reward function {self.name} wants `{name}`, which is no column of the data; "
+                    f"there are: {', '.join(sorted(offered))}"
+                )
+        given = offered if takes_all else {name: offered[name] for name in named if name in offered}
+        return self.function(**given)
+
+
+def locate(path: str) -> Any:
+    """The object at a dotted path. Raises UsageError naming the part that is missing and the closest name."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not look there by itself
+    module_name, _, rest = path.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        raise UsageError(f"reward.function.path must be a dotted path such as my_module.my_function, got {path!r}")
+    names = [rest]
+    while True:
+        try:
+            found: Any = importlib.import_module(module_name)
+            break
+        except ModuleNotFoundError as error:
+            # the module itself may be an attribute (a class), a missing import inside of it is the user's to see
+            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise UsageError(f"reward.function.path={path}: importing {module_name} failed: {error}") from error
+            if "." not in module_name:
+                hint = _closest(module_name, _modules_here())
+                raise UsageError(
+                    f"reward.function.path={path}: there is no module {module_name!r} "
+                    f"(looked in the current directory and in what is installed){hint}"
+                ) from None
+            module_name, _, last = module_name.rpartition(".")
+            names.insert(0, last)
+        except Exception as error:
+            raise UsageError(
+                f"reward.function.path={path}: importing {module_name} failed: {type(error).__name__}: {error}"
+            ) from error
+    for name in names:
+        if not hasattr(found, name):
+            raise UsageError(f"reward.function.path={path}: {module_name} has no {name!r}{_closest(name, dir(found))}")
+        found = getattr(found, name)
+    return found
+
+
+def _modules_here() -> list[str]:
+    return [entry.removesuffix(".py") for entry in os.listdir() if entry.endswith(".py") or os.path.isdir(entry)]
+
+
+def _closest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _name(function: Any) -> str:
+    """A name for any callable: functools.partial and callable objects have no `__name__`."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__name__", type(inner).__name__))

@@ -1,0 +1,188 @@
+"""Adds up reward components by name and weight, and keeps their faults visible.
+
+Every completion is scored by every component. A component may give no score (None) for a row; such a row is left
+out of that component only. What a component must not do silently (wrong number of scores, infinities, exceptions)
+is reported with the component's name and the row.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from grpo_lightning.errors import RunError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """What reward components see: one entry per completion in every list.
+
+    prompts, completions: text as the model read and wrote it (after the chat template).
+    answers: the reference answers, None where there is none.
+    columns: the other columns of the data, by name.
+    completion_ids: the sampled token ids.
+    group_ids: which completions answer the same draw of a prompt.
+    keys: a unique key per completion that does not depend on the number of processes (`random` draws from it).
+    finish_reasons: "stop" or "length", for instance.
+    """
+
+    prompts: list[str]
+    completions: list[str]
+    answers: list[Any]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    completion_ids: list[list[int]] = field(default_factory=list)
+    group_ids: list[int] = field(default_factory=list)
+    keys: list[tuple[int, ...]] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def row(self, i: int) -> "RewardBatch":
+        """The batch of completion i alone."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name)[i : i + 1] for f in fields(self) if f.name != "columns"}
+        return RewardBatch(columns={name: column[i : i + 1] for name, column in self.columns.items()}, **values)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """One entry per completion.
+
+    total: weighted sum of the scores there are; NaN where no component gave one.
+    components: raw, unweighted scores by component; NaN for "no score".
+    correct: whether every correctness component that gave a score gave at least 1; None where none did.
+    errors: what went wrong, a line per row ("reward.mine: row 3: ValueError: ...").
+    """
+
+    total: list[float]
+    components: dict[str, list[float]]
+    correct: list[bool | None]
+    errors: list[str]
+
+
+class Component(Protocol):
+    """A reward component: a weight, whether it judges correctness (or shapes), and a score or None per completion."""
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def correctness(self) -> bool: ...
+
+    def __call__(self, batch: RewardBatch) -> Any: ...
+
+
+class RewardSet:
+    """The components of `reward=[...]`, called in order.
+
+    Raises UsageError if there is no component or a weight is not a finite number.
+    """
+
+    def __init__(self, components: Mapping[str, Component]):
+        if not components:
+            raise UsageError("reward: at least one component is needed, for example reward=exact")
+        for name, component in components.items():
+            if not callable(component) or not hasattr(component, "weight") or not hasattr(component, "correctness"):
+                raise UsageError(
+                    f"reward.{name}: {type(component).__name__} is not a reward component "
+                    "(it needs `weight`, `correctness` and `__call__`); for a plain function use reward=function"
+                )
+            check_weight(name, component.weight)
+        self.components = dict(components)
+
+    @property
+    def has_correctness(self) -> bool:
+        return any(component.correctness for component in self.components.values())
+
+    def __call__(self, batch: RewardBatch) -> RewardResult:
+        """Score a batch. Raises RunError if a component gives the wrong number of scores or fails on every row."""
+        scores: dict[str, list[float | None]] = {}
+        errors: list[str] = []
+        for name, component in self.components.items():
+            scores[name] = _score(name, component, batch, errors) if len(batch) else []
+        for line in errors:
+            logger.debug(line)
+        total: list[float] = []
+        correct: list[bool | None] = []
+        for i in range(len(batch)):
+            given = [(component, scores[name][i]) for name, component in self.components.items()]
+            weighted = [component.weight * score for component, score in given if score is not None]
+            judged = [score >= 1 for component, score in given if component.correctness and score is not None]
+            total.append(sum(weighted) if weighted else math.nan)
+            correct.append(all(judged) if judged else None)
+        raw = {name: [math.nan if s is None else s for s in column] for name, column in scores.items()}
+        return RewardResult(total, raw, correct, errors)
+
+    def close(self) -> None:
+        """Release what components hold (worker processes)."""
+        for component in self.components.values():
+            close = getattr(component, "close", None)
+            if close is not None:
+                close()
+
+
+def check_weight(name: str, weight: object) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise UsageError(f"reward.{name}.weight must be a finite number, got {weight!r}")
+
+
+def _score(name: str, component: Component, batch: RewardBatch, errors: list[str]) -> list[float | None]:
+    """One clean score or None per row. Rows that fail are added to `errors`."""
+    try:
+        values = _as_list(name, component(batch), len(batch))
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        logger.debug("reward.%s failed on the batch, trying row by row", name, exc_info=error)
+        values = [_score_row(name, component, batch.row(i)) for i in range(len(batch))]
+    clean: list[float | None] = []
+    failed = []
+    for i, value in enumerate(values):
+        score, problem = _clean(value)
+        clean.append(score)
+        if problem:
+            failed.append(f"reward.{name}: row {i}: {problem}")
+    if len(failed) == len(batch):
+        raise RunError(f"{failed[0]} (and no other of the {len(batch)} rows could be scored)")
+    errors.extend(failed)
+    return clean
+
+
+def _score_row(name: str, component: Component, row: RewardBatch) -> Any:
+    """The single row's value, or the exception it raised (to be reported as that row's fault)."""
+    try:
+        return _as_list(name, component(row), 1)[0]
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        return error
+
+
+def _as_list(name: str, values: Any, length: int) -> list[Any]:
+    if hasattr(values, "tolist"):  # numpy arrays, torch tensors, pandas series
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise RunError(f"reward.{name} must give a list of {length} numbers, got {type(values).__name__}")
+    if len(values) != length:
+        raise RunError(f"reward.{name} gave {len(values)} scores for {length} completions")
+    return list(values)
+
+
+def _clean(value: Any) -> tuple[float | None, str | None]:
+    """(score or None, what is wrong with it or None)."""
+    if value is None:
+        return None, None
+    if isinstance(value, Exception):
+        return None, f"{type(value).__name__}: {value}"
+    if hasattr(value, "item"):  # numpy scalars and one-element tensors
+        value = value.item()
+    if not isinstance(value, int | float):
+        return None, f"the score {value!r} is not a number"
+    if math.isnan(value):
+        return None, None
+    if math.isinf(value):
+        return None, f"the score is {value}"
+    return float(value), None

@@ -1,0 +1,77 @@
+"""kl: an estimate per token of the divergence from the reference policy, d = ref_logp - logp.
+
+The objective adds beta * kl to the loss, or with in_reward takes it off the rewards before the advantages.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.objective.checks import check_bool, check_number
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class NoKL:
+    """No KL term; the reference policy is not even loaded. Source: DAPO (arXiv 2503.14476), section 2.3."""
+
+    name: ClassVar[str] = "none"
+    needs_reference: ClassVar[bool] = False
+    beta: ClassVar[float] = 0.0
+    in_reward: ClassVar[bool] = False
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        return torch.zeros_like(logp)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What k1, k2 and k3 share. beta: coefficient in [0, inf); in_reward: in the reward instead of in the loss."""
+
+    needs_reference: ClassVar[bool] = True
+    beta: float
+    in_reward: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("kl.beta", self.beta, "[0, inf)")
+        check_bool("kl.in_reward", self.in_reward)
+
+
+@dataclass(frozen=True)
+class K1(Penalty):
+    """-d. In the loss its expected gradient is zero: it belongs in the reward.
+
+    Source: Schulman, Approximating KL Divergence (2020), k1.
+    """
+
+    name: ClassVar[str] = "k1"
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        return logp - ref_logp
+
+
+@dataclass(frozen=True)
+class K2(Penalty):
+    """d^2 / 2. On-policy its gradient is that of KL(policy || reference). Source: Schulman (2020), k2."""
+
+    name: ClassVar[str] = "k2"
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        return (ref_logp - logp).square() / 2
+
+
+@dataclass(frozen=True)
+class K3(Penalty):
+    """exp(d) - d - 1 >= 0, with d clamped to +-20 (gradient 0 outside).
+
+    Source: DeepSeekMath (arXiv 2402.03300), eq. 4; Schulman (2020), k3.
+    """
+
+    name: ClassVar[str] = "k3"
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        d = (ref_logp - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return torch.expm1(d) - d

@@ -1,0 +1,276 @@
+"""The objective: one part per group, put together into one loss.
+
+loss = sum_{i,t} w_{i,t} * ( c_{i,t} * surrogate_{i,t} + beta * kl_{i,t} )
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from grpo_lightning.objective.checks import call, check_finite, check_mask, check_shape, keywords
+from grpo_lightning.objective.groups import group_index, per_token
+from grpo_lightning.objective.kl import K3, MAX_LOG_RATIO
+from grpo_lightning.objective.pairs import named, refusals, trait, warnings
+
+
+class LossOutput(NamedTuple):
+    """loss: scalar with a graph. metrics: name -> (sum, count), to be added up over micro-batches and ranks and then
+    divided. maxima: name -> largest value, to be combined by max. Metrics and maxima are detached."""
+
+    loss: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+    maxima: dict[str, Tensor]
+
+
+def _clean(name: str, values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` [N, T] in `dtype`, checked to be finite under the mask, 0 elsewhere (in the gradient too)."""
+    check_shape(name, values, mask.shape)
+    check_finite(name, values, mask)
+    return values.to(dtype).where(mask, 0)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One option of every group. Composing options that cannot work together raises ValueError naming both.
+
+    N rows, T completion positions. Log-probabilities and advantages are [N, T]; what is not under the mask is ignored.
+    Computation is in float32, or float64 where `logp` (advantages: `rewards`) is float64.
+    """
+
+    advantage: Any
+    ratio: Any
+    clip: Any
+    kl: Any
+    loss_norm: Any
+    overlong: Any
+    sampling: Any
+    correction: Any
+    entropy: Any
+
+    def __post_init__(self) -> None:
+        if lines := refusals(self._parts()):
+            raise ValueError("; ".join(lines))
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "Objective":
+        """Build the part of every group from `cfg`, a DictConfig or dict with a `_target_` under each group's name.
+
+        Raises ValueError naming the option: a missing group, a class that cannot be found or does not take a value,
+        a value out of its range, options that cannot be combined.
+        """
+        cfg = OmegaConf.create(cfg) if isinstance(cfg, dict) else cfg
+        return cls(**{field.name: _build(field.name, cfg.get(field.name)) for field in fields(cls)})
+
+    def _parts(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the composition does that its user may not expect, a line each."""
+        return warnings(self._parts())
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference policy must be loaded."""
+        return bool(trait(self.kl, "needs_reference"))
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL is taken off the rewards instead of being a term of the loss."""
+        return bool(trait(self.kl, "in_reward"))
+
+    def needs(self, keyword: str) -> bool:
+        """Whether some part must be given `keyword`, e.g. "sampler_logp" or "entropy"."""
+        return any(keywords(part).get(keyword, False) for part in self._parts().values() if callable(part))
+
+    def check_group_size(self, group_size: int) -> None:
+        """Raise ValueError where a group of one completion cannot give a signal."""
+        if group_size > 1:
+            return
+        if trait(self.advantage, "group_baseline"):
+            option = named("advantage", self.advantage)
+            raise ValueError(f"{option} compares the completions of a group: rollout.group_size must be at least 2")
+        if trait(self.sampling, "name") == "dynamic":
+            raise ValueError("sampling=dynamic keeps groups of unequal rewards: rollout.group_size must be at least 2")
+
+    def shaped_rewards(self, task_rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
+        """Task rewards [N] (NaN: none) plus the overlong punishment; lengths [N] in tokens, truncated [N] bool."""
+        check_shape("lengths", lengths, task_rewards.shape)
+        check_shape("truncated", truncated, task_rewards.shape)
+        return (task_rewards + self.overlong(lengths)).to(task_rewards.dtype)
+
+    def keep_rows(self, rewards: Tensor, truncated: Tensor) -> Tensor:
+        """Which rows stay in the loss [N] bool: those with a reward that overlong filtering does not remove."""
+        there = ~torch.isnan(rewards)
+        return there & ~truncated if trait(self.overlong, "drop_truncated") else there
+
+    def kl_penalty(self, old_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
+        """beta * kl(old, ref) [N, T], detached, 0 off the mask: what kl.in_reward takes off the rewards."""
+        dtype = _working_dtype(old_logp)
+        old, ref = _clean("old_logp", old_logp, mask, dtype), _clean("ref_logp", ref_logp, mask, dtype)
+        return (trait(self.kl, "beta") * self.kl(old, ref)).detach()
+
+    def advantages(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        mask: Tensor,
+        *,
+        correct: Tensor | None = None,
+        components: Mapping[str, Tensor] | None = None,
+        kl_penalty: Tensor | None = None,
+        step_rewards: Any = None,
+        step_ends: Any = None,
+        entropy: Tensor | None = None,
+        prompt_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Advantages [N, T] of one whole rollout (all ranks); 0 off the mask and in rows without a reward.
+
+        rewards [N] float, NaN where there is none; group_ids [N] int in any order; mask [N, T] bool: all completion
+        tokens. The keywords reach the options that take them. `kl_penalty` [N, T], from the method of that name, is
+        needed exactly with kl.in_reward=true: options that do not take it token by token see r_i - sum_t kl_penalty.
+        """
+        check_mask(mask)
+        check_shape("rewards", rewards, mask.shape[:1])
+        check_shape("group_ids", group_ids, mask.shape[:1])
+        dtype = _working_dtype(rewards)
+        rewards = rewards.detach().to(dtype)
+        if torch.isinf(rewards).any():
+            raise ValueError(f"the reward of row {int(torch.isinf(rewards).nonzero()[0])} is infinite")
+        if trait(self.advantage, "group_baseline"):
+            _check_groups(named("advantage", self.advantage), group_ids)
+        if self.kl_in_reward != (kl_penalty is not None):
+            raise ValueError("`kl_penalty` must be given exactly when kl.in_reward is true")
+        if kl_penalty is not None:
+            kl_penalty = _clean("kl_penalty", kl_penalty.detach(), mask, dtype)
+            if "kl_penalty" not in keywords(self.advantage):
+                rewards = rewards - kl_penalty.sum(dim=1)
+        available = dict(
+            correct=correct, components=components, kl_penalty=kl_penalty, step_rewards=step_rewards,
+            step_ends=step_ends, entropy=entropy, prompt_ids=prompt_ids,
+        )  # fmt: skip
+        result = call(named("advantage", self.advantage), self.advantage, rewards, group_ids, mask, **available)
+        check_shape("the advantage", result, mask.shape)
+        there = per_token(torch.ones_like(rewards), mask).bool() & ~torch.isnan(rewards)[:, None]
+        return result.to(dtype).where(there, 0)
+
+    def weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
+        """The weight w [N, T] (float64) of each token of one whole minibatch: all micro-batches, all ranks.
+
+        mask [N, T] bool: the loss tokens; group_ids [N] int. Rows of it, with their weights, may then be given to
+        `loss` in any cut: the losses add up to the same.
+        """
+        check_mask(mask)
+        check_shape("group_ids", group_ids, mask.shape[:1])
+        return self.loss_norm(mask, group_ids)
+
+    def loss(
+        self,
+        logp: Tensor,
+        old_logp: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        group_ids: Tensor,
+        ref_logp: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        sampler_logp: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> LossOutput:
+        """The loss of these rows, to be minimised; everything [N, T] but group_ids [N].
+
+        logp: of the current policy, with its graph. old_logp: at the weights that sampled; None is detached `logp`.
+        weights: from `weights` over the whole minibatch; None computes them from these rows.
+        Raises ValueError for a value under the mask that is not finite, naming tensor, row and position.
+        """
+        check_mask(mask)
+        dtype = _working_dtype(logp)
+        logp = _clean("logp", logp, mask, dtype)
+        old = logp.detach() if old_logp is None else _clean("old_logp", old_logp.detach(), mask, dtype)
+        advantages = _clean("advantages", advantages.detach(), mask, dtype)
+        weights = self.weights(mask, group_ids) if weights is None else weights
+        weights = _clean("weights", weights.detach(), mask, dtype)
+        others = {"sampler_logp": sampler_logp, "entropy": entropy}
+        others = {name: _clean(name, v, mask, dtype) for name, v in others.items() if v is not None}
+        if trait(self.ratio, "per_row"):
+            _check_constant_rows(named("ratio", self.ratio), advantages, mask)
+
+        log_ratio = self.ratio(logp - old, mask)
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        surrogate = self.clip(ratio, advantages, logp)
+        correction = call(named("correction", self.correction), self.correction, old, mask, **others)
+        token_losses = call(named("entropy", self.entropy), self.entropy, correction * surrogate, mask, **others)
+
+        values = {"ratio/mean": ratio, "ratio/clamped_fraction": log_ratio.abs() > MAX_LOG_RATIO}
+        if hasattr(self.clip, "clipped"):
+            values["clip/low_fraction"], values["clip/high_fraction"] = self.clip.clipped(ratio, advantages)
+        metrics = {name: _mean(value, mask, trait(self.ratio, "per_row")) for name, value in values.items()}
+        if ref_logp is not None:
+            ref = _clean("ref_logp", ref_logp.detach(), mask, dtype)
+            kl = (self.kl if self.needs_reference else K3(beta=0.0))(logp, ref)
+            metrics["policy/kl"] = _mean(kl, mask, False)
+            if not self.kl_in_reward:
+                token_losses = token_losses + trait(self.kl, "beta") * kl
+        elif self.needs_reference and not self.kl_in_reward:
+            raise ValueError(f"{named('kl', self.kl)} needs `ref_logp`, which was not given")
+        largest = ratio.detach().where(mask, 0).max() if mask.numel() else ratio.new_zeros(())
+        return LossOutput((weights * token_losses).sum(), metrics, {"policy/ratio_max": largest})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the parts that have one: group -> state."""
+        return {group: part.state_dict() for group, part in self._parts().items() if hasattr(part, "state_dict")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each part its state back; ValueError unless exactly the parts that have one find theirs."""
+        stateful = {group: part for group, part in self._parts().items() if hasattr(part, "load_state_dict")}
+        if stateful.keys() != state.keys():
+            raise ValueError(f"the saved state is of {sorted(state)}, the parts with a state are {sorted(stateful)}")
+        for group, part in stateful.items():
+            part.load_state_dict(state[group])
+
+
+def _working_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype is torch.float64 else torch.float32
+
+
+def _build(group: str, node: Any) -> Any:
+    if node is None or "_target_" not in node:
+        raise ValueError(f"the configuration has no {group}._target_")
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError):
+            raise cause from None
+        raise ValueError(f"{group}: {node['_target_']} cannot be built: {cause or error}") from error
+
+
+def _check_groups(option: str, group_ids: Tensor) -> None:
+    index, _ = group_index(group_ids)
+    alone = torch.bincount(index)[index] == 1
+    if alone.any():
+        group = group_ids[alone][0].item()
+        raise ValueError(f"{option} needs at least 2 completions in each group, group {group} has 1")
+
+
+def _check_constant_rows(option: str, advantages: Tensor, mask: Tensor) -> None:
+    highest = advantages.where(mask, -torch.inf).amax(dim=1) if mask.shape[1] else advantages.new_zeros(len(mask))
+    lowest = advantages.where(mask, torch.inf).amin(dim=1) if mask.shape[1] else highest
+    varied = highest > lowest
+    if varied.any():
+        row = int(varied.nonzero()[0])
+        raise ValueError(f"{option} needs one advantage per row, that of row {row} varies within the row")
+
+
+def _mean(values: Tensor, mask: Tensor, per_row: bool) -> tuple[Tensor, Tensor]:
+    """(sum, count) of `values` [N, T], detached, over the mask's tokens or, for values constant in a row, its rows."""
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32)).where(mask, 0)
+    if not per_row:
+        return values.sum(), mask.sum().to(values.dtype)
+    return (values.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum(), mask.any(dim=1).sum().to(values.dtype)

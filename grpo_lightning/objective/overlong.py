@@ -1,0 +1,59 @@
+"""overlong: what happens to long and to truncated completions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.objective.checks import check_bool, check_number
+from grpo_lightning.objective.groups import exact_dtype
+
+
+@dataclass(frozen=True)
+class NoPunishment:
+    """Rewards stay as they are. drop_truncated: truncated rows leave the loss (not the group's statistics).
+
+    Source of the filter: DAPO (arXiv 2503.14476), section 3.4, overlong filtering.
+    """
+
+    drop_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("overlong.drop_truncated", self.drop_truncated)
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """lengths [N] int -> what is added to the rewards [N]: zeros."""
+        return torch.zeros(lengths.shape, device=lengths.device)
+
+
+@dataclass(frozen=True)
+class SoftPunishment:
+    """0 if n <= L - c;  (L - c - n) / c if L - c < n <= L;  -1 if n > L,  added to the reward of a row of n tokens.
+
+    Source: DAPO (arXiv 2503.14476), eq. 13 (L = 20480, c = 4096).
+
+    max_length: L > 0 in tokens; None is an error when a punishment is wanted.
+    cache: c in [0, L] tokens; None is a fifth of L, as in the paper.
+    drop_truncated: truncated rows leave the loss as well.
+    """
+
+    max_length: float | None = None
+    cache: float | None = None
+    drop_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None:
+            check_number("overlong.max_length", self.max_length, "(0, inf)")
+        if self.cache is not None:
+            limit = "inf)" if self.max_length is None else f"{self.max_length}]"
+            check_number("overlong.cache", self.cache, f"[0, {limit}")
+        check_bool("overlong.drop_truncated", self.drop_truncated)
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """lengths [N] int: completion tokens without padding -> what is added to the rewards [N], in [-1, 0]."""
+        if self.max_length is None:
+            raise ValueError("overlong=soft needs overlong.max_length, the longest completion in tokens")
+        cache = self.max_length / 5 if self.cache is None else self.cache
+        over = lengths.to(exact_dtype(lengths.device)) - (self.max_length - cache)
+        inside = torch.zeros_like(over) if cache == 0 else -(over / cache).clamp(min=0)
+        return torch.where(lengths > self.max_length, -1.0, inside)

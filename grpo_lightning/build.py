@@ -1,0 +1,260 @@
+"""Build a run from its configuration: data, model, rewards, engine, module, callbacks, trainer."""
+
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from hydra.errors import HydraException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.utils.data import DataLoader
+
+from grpo_lightning.callbacks import EvaluationCallback, Recorder, RolloutCallback
+from grpo_lightning.data.prompts import PromptStream, tokenize
+from grpo_lightning.errors import UsageError
+from grpo_lightning.evaluation import evaluate
+from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
+from grpo_lightning.module import GRPOModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.reward import RewardSet
+from grpo_lightning.rollout.buffer import RolloutBuffer
+from grpo_lightning.rollout.collect import Collector
+from grpo_lightning.rollout.engine import Engine, SamplingParams
+from grpo_lightning.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+TEMPLATE_OPTIONS = ("template", "system_prompt", "chat", "max_prompt_tokens", "long_prompts")
+
+
+@dataclass
+class Run:
+    """Everything that takes part in a run."""
+
+    trainer: L.Trainer
+    module: GRPOModule
+    loader: DataLoader[int]
+    tokenizer: Any
+    engine: Engine
+    rewards: RewardSet
+    eval_rewards: RewardSet
+    rollouts: RolloutCallback
+    evaluation: EvaluationCallback
+    recorder: Recorder
+    folder: RunFolder
+    prompts_skipped: int
+    resumed_from_step: int = 0
+
+    def close(self) -> None:
+        """Give back processes and files, whatever happened before."""
+        self.engine.close()
+        self.rewards.close()
+        self.eval_rewards.close()
+        for logger in self.trainer.loggers:
+            logger.finalize("success")
+        if any(type(logger).__name__ == "WandbLogger" for logger in self.trainer.loggers):
+            import wandb
+
+            wandb.finish(quiet=True)
+
+
+def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
+    """Build the run that `cfg` describes: cheap checks of the input first, the model last.
+
+    Raises:
+        UsageError: something in the options or the input files is wrong.
+    """
+    L.seed_everything(cfg.seed, verbose=False)
+    for warning in objective.warnings:
+        log.warning(warning)
+    options = {name: cfg.data[name] for name in TEMPLATE_OPTIONS}
+    source = instantiate({k: v for k, v in cfg.data.items() if k not in TEMPLATE_OPTIONS}, "data")
+    train_items, val_items = source.load(cfg.eval.prompts)
+    if not val_items:
+        raise UsageError(f"eval.prompts={cfg.eval.prompts}: the data has no held-out prompts")
+    rewards, eval_rewards = _rewards(cfg, has_answers=any(item.answer is not None for item in val_items))
+    tokenizer = load_tokenizer(cfg.model.path)
+    prompts, skipped = tokenize(train_items, tokenizer, **options)
+    val_prompts, val_skipped = tokenize(val_items, tokenizer, **options)
+    if skipped + val_skipped:
+        log.warning("%d prompts are longer than data.max_prompt_tokens and were skipped", skipped + val_skipped)
+    stream = PromptStream(prompts, cfg.seed)
+    stream.check(cfg.rollout.prompts)
+
+    policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
+    reference = None
+    if objective.needs_reference:
+        reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
+    engine = build_engine(cfg)
+    buffer = RolloutBuffer(cfg.update.epochs, cfg.update.minibatches, cfg.seed)
+    module = GRPOModule(
+        policy,
+        objective,
+        buffer,
+        _optimizer(cfg.optimizer),
+        reference=reference,
+        temperature=cfg.rollout.temperature,
+        micro_batch_tokens=cfg.update.micro_batch_tokens,
+        max_grad_norm=cfg.optimizer.max_grad_norm,
+        warmup_rollouts=cfg.optimizer.warmup_rollouts,
+    )
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    params = SamplingParams(cfg.rollout.max_new_tokens, cfg.rollout.temperature, eos_token_ids(policy, tokenizer))
+    collector = Collector(
+        engine=engine,
+        stream=stream,
+        rewards=rewards,
+        objective=objective,
+        sampling=params,
+        prompts_per_rollout=cfg.rollout.prompts,
+        group_size=cfg.rollout.group_size,
+        seed=cfg.seed,
+        needs_old_logp=len(buffer) > 1,
+        score_logps=module.score_logps,
+        decode=decode,
+        clock=module.clock,
+    )
+    run_evaluation = partial(
+        evaluate, engine, val_prompts, eval_rewards, params, decode, samples=cfg.eval.samples, seed=cfg.seed
+    )
+    rollouts = RolloutCallback(collector, folder)
+    evaluation = EvaluationCallback(engine, run_evaluation, every=cfg.eval.every, folder=folder)
+    val_names = "accuracy greedy reward length_mean truncated_fraction".split() + [f"pass@{cfg.eval.samples}"]
+    recorder = Recorder(folder, [f"val/{name}" for name in val_names])
+    extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
+    checkpoint = ModelCheckpoint(
+        dirpath=folder.checkpoints,
+        filename="{rollout:06.0f}",
+        monitor="rollout",  # with mode=max this keeps the newest
+        mode="max",
+        save_top_k=cfg.checkpoint.keep,
+        every_n_epochs=cfg.checkpoint.every,
+        save_on_train_epoch_end=True,
+        enable_version_counter=False,
+    )
+    trainer = L.Trainer(
+        **_plain(cfg.trainer),
+        logger=build_loggers(cfg, folder),
+        callbacks=[rollouts, evaluation, recorder, *extra, checkpoint],
+        default_root_dir=folder.path,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
+    # The loader yields minibatch numbers; the rows are in the buffer, which the rollout callback fills.
+    loader: DataLoader[int] = DataLoader(range(len(buffer)), batch_size=None)  # type: ignore[arg-type]
+    return Run(
+        trainer, module, loader, tokenizer, engine, rewards, eval_rewards, rollouts, evaluation, recorder, folder,
+        skipped + val_skipped,
+    )  # fmt: skip
+
+
+def instantiate(options: Any, where: str) -> Any:
+    """Hydra's instantiate; a constructor's complaint becomes one line that names the option."""
+    try:
+        return hydra.utils.instantiate(OmegaConf.create(options), _convert_="all")
+    except HydraException as error:
+        cause = error.__cause__
+        if isinstance(cause, UsageError):
+            raise cause from error
+        message = str(cause or error).strip().splitlines()[0]
+        raise UsageError(f"{where}: {message}") from error
+
+
+def build_engine(cfg: DictConfig) -> Engine:
+    """The rollout engine; rollout=auto has already been resolved to an engine's options by the configuration."""
+    return instantiate(cfg.rollout.engine, "rollout.engine")
+
+
+def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
+    """The loggers of `logger`, with wandb offline unless the user is logged in."""
+    loggers = []
+    for name, options in cfg.logger.items():
+        options = dict(options)
+        if name == "wandb":
+            options["save_dir"] = str(folder.path)
+            options.setdefault("name", folder.path.name)
+            options["mode"] = wandb_mode(options.get("mode", "auto"))
+            os.environ.setdefault("WANDB_SILENT", "true")
+        logger = instantiate(options, f"logger.{name}")
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        loggers.append(logger)
+    return loggers
+
+
+def wandb_mode(mode: str) -> str:
+    """auto: what WANDB_MODE says, else online with an API key at hand, else offline."""
+    if mode != "auto":
+        return mode
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"]
+    import wandb
+
+    return "online" if wandb.api.api_key else "offline"
+
+
+def _rewards(cfg: DictConfig, has_answers: bool) -> tuple[RewardSet, RewardSet]:
+    rewards = RewardSet({name: instantiate(options, f"reward.{name}") for name, options in cfg.reward.items()})
+    chosen = dict(cfg.eval.reward) or {
+        name: options for name, options in cfg.reward.items() if rewards.components[name].correctness
+    }
+    if not chosen:
+        if not has_answers:
+            raise UsageError(
+                f"reward=[{','.join(cfg.reward)}] has no component that tells right from wrong, and the data has no "
+                "answers: choose what validates with eval.reward=..."
+            )
+        chosen = {"exact": {"_target_": "grpo_lightning.reward.exact.Exact", "weight": 1.0}}
+        log.info("no component of reward tells right from wrong: validating with eval.reward=exact")
+    eval_rewards = RewardSet({name: instantiate(options, f"eval.reward.{name}") for name, options in chosen.items()})
+    if not eval_rewards.has_correctness:
+        raise UsageError(f"eval.reward=[{','.join(chosen)}] has no component that tells right from wrong")
+    return rewards, eval_rewards
+
+
+def _optimizer(options: DictConfig) -> Any:
+    plain = {k: v for k, v in _plain(options).items() if k not in ("warmup_rollouts", "max_grad_norm")}
+    factory = instantiate({**plain, "_partial_": True}, "optimizer")
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return factory(list(parameters))
+
+    try:
+        make([nn.Parameter(torch.zeros(1))])  # before the model is loaded
+    except (TypeError, ValueError) as error:
+        allowed = ", ".join(list(inspect.signature(factory.func).parameters)[1:])
+        raise UsageError(f"optimizer: {error} ({factory.func.__name__} takes {allowed})") from error
+    return make
+
+
+def _plain(options: DictConfig) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(options, resolve=True))  # type: ignore[arg-type]
+
+
+def _headline(
+    cfg: DictConfig, policy: nn.Module, engine: Engine, trainer: L.Trainer, train: int, val: int, evals: RewardSet
+) -> str:
+    parameters = sum(p.numel() for p in policy.parameters())
+    why = "no GPU" if not torch.cuda.is_available() else "vLLM is not installed" if not _has_vllm() else "as chosen"
+    return (
+        f"model {cfg.model.path} ({parameters:,} parameters, {Path(cfg.model.path).name}), "
+        f"{type(trainer.accelerator).__name__}, rollouts through {engine.name} ({why}); "
+        f"{train} training prompts, {val} held out, validated by {'+'.join(evals.components)}"
+    )
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None

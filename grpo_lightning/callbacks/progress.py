@@ -1,0 +1,117 @@
+"""Progress: what a person watches: a bar, sample completions with their rewards, and a table at the end."""
+
+from typing import Any
+
+import lightning as L
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from grpo_lightning.callbacks.evaluation import EvaluationCallback
+from grpo_lightning.callbacks.rollout import RolloutCallback
+from grpo_lightning.module import GRPOModule
+
+
+class Progress(L.Callback):
+    """A rich bar on a terminal; one line per rollout where output goes to a file.
+
+    Args:
+        samples: completions shown at each validation; 0 shows none.
+    """
+
+    def __init__(self, samples: int = 3) -> None:
+        self.samples = samples
+        self.console = Console(highlight=False)
+        self._bar: Bar | None = None
+        self._accuracy = "-"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        self._show_validation(trainer)
+        if self.console.is_terminal:
+            self._bar = Bar(
+                TextColumn("[bold]{task.fields[phase]:<9}"),
+                TextColumn("rollout {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.fields[values]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(elapsed_when_finished=False),
+                console=self.console,
+            )
+            self._bar.start()
+            done = trainer.current_epoch
+            task = self._bar.add_task("", total=trainer.max_epochs, completed=done, phase="start", values="")
+            bar = self._bar
+            pl_module.clock.on_change = lambda phase: bar.update(task, phase=phase)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        metrics = pl_module.rollout_metrics
+        validated = "val/accuracy" in metrics
+        if validated:
+            self._accuracy = f"{metrics['val/accuracy']:.3f}"
+        values = (
+            f"reward {metrics['reward/mean']:.3f}  accuracy {metrics['train/accuracy']:.3f}  "
+            f"held-out {self._accuracy}  {self._tokens_per_second(trainer, pl_module):,.0f} tok/s"
+        )
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, values=values)
+        else:
+            self.console.print(f"rollout {trainer.current_epoch + 1}/{trainer.max_epochs}  {values}", soft_wrap=True)
+        if validated and trainer.current_epoch + 1 < (trainer.max_epochs or 0):
+            self._show_validation(trainer)
+
+    def _tokens_per_second(self, trainer: L.Trainer, pl_module: GRPOModule) -> float:
+        seconds = pl_module.clock.total["generate"]
+        callback = _find(trainer, RolloutCallback)
+        return callback.tokens_this_process / seconds if seconds else 0.0
+
+    def _show_validation(self, trainer: L.Trainer) -> None:
+        callback = _find(trainer, EvaluationCallback)
+        metrics, rollout = callback.last, trainer.current_epoch
+        title = "before training" if not rollout else f"after rollout {rollout + 1}"
+        self.console.print(
+            f"held-out {title}: accuracy {metrics['val/accuracy']:.3f}, greedy {metrics['val/greedy']:.3f}, "
+            f"length {metrics['val/length_mean']:.1f}",
+            soft_wrap=True,
+        )
+        for record in callback.samples[: self.samples]:
+            mark = Text("right ", "green") if record["correct"] else Text("wrong ", "red")
+            reward = "none" if record["reward"] is None else f"{record['reward']:g}"
+            self.console.print(
+                Text("  ") + mark + Text(f"reward {reward}  "), Text(_one_line(record["prompt"], 60), "dim"),
+                Text(_one_line(record["completion"], 100)), soft_wrap=True,
+            )  # fmt: skip
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        self._stop()
+        callback = _find(trainer, EvaluationCallback)
+        table = Table(title=f"{trainer.current_epoch} rollouts, {trainer.global_step} optimiser steps")
+        for name in ("held-out", "before", "after"):
+            table.add_column(name, justify="left" if name == "held-out" else "right")
+        for name, label in (("val/accuracy", "accuracy, sampled"), ("val/greedy", "accuracy, greedy"),
+                            ("val/length_mean", "completion length"), ("val/truncated_fraction", "truncated")):  # fmt: skip
+            table.add_row(label, f"{callback.start[name]:.3f}", f"{callback.last[name]:.3f}")
+        self.console.print(table)
+        seconds = pl_module.clock.total
+        self.console.print("seconds: " + "  ".join(f"{phase} {seconds[phase]:.1f}" for phase in seconds))
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _find(trainer: L.Trainer, kind: type) -> Any:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
+
+
+def _one_line(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,0 +1,49 @@
+"""RolloutCallback: one Lightning epoch is one exploration. It fills the buffer before the epoch's optimiser steps."""
+
+import logging
+from typing import Any
+
+import lightning as L
+
+from grpo_lightning.module import GRPOModule
+from grpo_lightning.rollout.collect import Collector, Rollout
+from grpo_lightning.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+class RolloutCallback(L.Callback):
+    """Synchronises the engine with the policy, collects a rollout, fills the module's buffer, writes the rollout file.
+
+    `rollout` is the newest rollout; `tokens_generated` counts over the run, `tokens_this_process` since it was started.
+    """
+
+    def __init__(self, collector: Collector, folder: RunFolder) -> None:
+        self.collector, self.folder = collector, folder
+        self.rollout: Rollout | None = None
+        self.tokens_generated = 0
+        self.tokens_this_process = 0  # without what a resumed run generated before
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        number = trainer.current_epoch + 1
+        with pl_module.clock("sync"):
+            self.collector.engine.sync(pl_module.policy, trainer.global_step)
+        rollout = self.collector.collect(number)
+        for message in dict.fromkeys(rollout.errors):
+            log.warning("rollout %d: %s", number, message)
+        self.rollout = rollout
+        self.tokens_generated += rollout.tokens_generated
+        self.tokens_this_process += rollout.tokens_generated
+        pl_module.buffer.fill(rollout.rows, number)
+        pl_module.rollout_metrics = {"rollout": number, "rollout/tokens": rollout.tokens_generated, **rollout.metrics}
+        self.folder.write_rows(self.folder.rollouts, number, rollout.records)
+        if not rollout.groups:
+            log.warning("rollout %d: no group has varied rewards, so there is no optimiser step", number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"collector": self.collector.state_dict(), "tokens_generated": self.tokens_generated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.collector.load_state_dict(state_dict["collector"])
+        self.tokens_generated = state_dict["tokens_generated"]

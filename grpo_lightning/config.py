@@ -1,0 +1,279 @@
+"""From the command line to a checked configuration. Wrong usage is one line, before any model is loaded."""
+
+import difflib
+import hashlib
+import itertools
+import math
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_lightning.errors import UsageError
+from grpo_lightning.objective import Objective
+from grpo_lightning.objective.load import compose
+
+# Names from elsewhere and things that are refused, each with where to go instead.
+HINTS = {
+    "clipping": "the group is called clip: write clip=...",
+    "trainer.gradient_clip_val": "use optimizer.max_grad_norm",
+    "trainer.accumulate_grad_batches": "use update.micro_batch_tokens (it never changes the gradient)",
+    **{
+        f"rollout.{name}": "training rollouts sample from the full softmax, which the importance ratio assumes"
+        for name in ("top_p", "top_k", "min_p")
+    },
+}
+
+
+@dataclass
+class RolloutOptions:
+    engine: Any
+    prompts: int
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+
+
+@dataclass
+class UpdateOptions:
+    epochs: int
+    minibatches: int
+    micro_batch_tokens: int
+
+
+@dataclass
+class EvalOptions:
+    prompts: int
+    samples: int
+    every: int
+    reward: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CheckpointOptions:
+    every: int
+    keep: int
+
+
+@dataclass
+class ModelOptions:
+    path: str
+    lr: float
+    attn_implementation: str | None
+
+
+PLAIN_BLOCKS = {
+    "rollout": RolloutOptions,
+    "update": UpdateOptions,
+    "eval": EvalOptions,
+    "checkpoint": CheckpointOptions,
+    "model": ModelOptions,
+}
+AT_LEAST_ONE = (
+    "rollout.prompts rollout.group_size rollout.max_new_tokens update.epochs update.minibatches "
+    "update.micro_batch_tokens eval.prompts eval.samples eval.every checkpoint.every checkpoint.keep trainer.max_epochs"
+).split()
+
+
+def normalise(arguments: list[str]) -> list[str]:
+    """Spell out what the short forms mean.
+
+    data.path=... chooses data=file and model.path=... chooses model=hf, unless an option is named; eval.reward=... is
+    Hydra's reward@eval.reward=...; resume=PATH goes on in PATH with the options the run there was started with.
+    """
+
+    def given(name: str) -> bool:
+        return any(argument.startswith(f"{name}=") for argument in arguments)
+
+    result = []
+    for group, option in (("data", "file"), ("model", "hf")):
+        if given(f"{group}.path") and not given(group):
+            result.append(f"{group}={option}")
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "eval.reward":
+            argument = f"reward@eval.reward={value}"
+        if key == "resume" and value not in ("auto", "null", ""):
+            folder = Path(value)
+            if not (folder / ".hydra" / "overrides.yaml").exists():
+                raise UsageError(f"resume={value}: no run folder there (it has no .hydra/overrides.yaml)")
+            earlier = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+            result = [o for o in map(str, earlier) if not o.startswith(("resume=", "hydra.run.dir="))] + result
+            argument = "resume=auto"
+            result.append(f"hydra.run.dir={value}")
+        result.append(argument)
+    return result
+
+
+def compose_checked(overrides: list[str]) -> DictConfig:
+    """Compose the training configuration and check it.
+
+    Raises:
+        UsageError: with one line that says what is wrong, where, and what would be right.
+    """
+    try:
+        cfg = compose("train", overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UsageError(explain(error, overrides)) from error
+    check(cfg)
+    return cfg
+
+
+def check(cfg: DictConfig) -> Objective:
+    """Check the values and pairs of a composed configuration; returns the objective it describes."""
+    known = set(_reference_keys([])) | {"sweep", "resume"}
+    for key in cfg:
+        if key not in known:
+            raise UsageError(f"{key}: no such option{_nearest(str(key), known)}")
+    for name, schema in PLAIN_BLOCKS.items():
+        _check_block(cfg, name, schema)
+    for name in AT_LEAST_ONE:
+        value = OmegaConf.select(cfg, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} must be a whole number of at least 1, got {value}")
+    if not isinstance(cfg.seed, int) or cfg.seed < 0:
+        raise UsageError(f"seed must be a whole number of at least 0, got {cfg.seed}")
+    if not 0 < cfg.rollout.temperature < math.inf:
+        raise UsageError(
+            f"rollout.temperature must be above 0 (rollouts are sampled, not greedy), got {cfg.rollout.temperature}"
+        )
+    _check_optimizer(cfg.optimizer)
+    if cfg.update.minibatches > cfg.rollout.prompts:
+        raise UsageError(
+            f"update.minibatches={cfg.update.minibatches} is more than rollout.prompts={cfg.rollout.prompts}: "
+            "a minibatch is made of whole groups"
+        )
+    if cfg.trainer.precision not in ("32-true", "bf16-mixed", 32, "32"):
+        raise UsageError(
+            f"trainer.precision={cfg.trainer.precision}: 32-true or bf16-mixed; weights in half precision lose "
+            "updates of the size that reinforcement learning makes"
+        )
+    for key, value in cfg.trainer.items():
+        if f"trainer.{key}" in HINTS and value is not None:
+            raise UsageError(f"trainer.{key} is not used here: {HINTS[f'trainer.{key}']}")
+    if cfg.trainer.devices != 1 or cfg.trainer.get("num_nodes", 1) != 1:
+        raise UsageError(f"trainer.devices={cfg.trainer.devices}: training runs on one device; set trainer.devices=1")
+    if not cfg.reward:
+        raise UsageError("reward is empty: name at least one component, such as reward=[exact]")
+    try:
+        objective = Objective.from_config(cfg)
+        objective.check_group_size(cfg.rollout.group_size)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(_first_line(error.__cause__ or error)) from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(_first_line(error)) from error
+    return objective
+
+
+def _check_optimizer(optimizer: DictConfig) -> None:
+    ranges = {"lr": 0.0, "warmup_rollouts": 0, "max_grad_norm": 0.0}
+    for name, low in ranges.items():
+        value = optimizer[name]
+        if name == "max_grad_norm" and value is None:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < math.inf:
+            raise UsageError(f"optimizer.{name} must be a number of at least {low}, got {value}")
+    if optimizer.max_grad_norm == 0:
+        raise UsageError("optimizer.max_grad_norm=0 would remove every gradient; null switches clipping off")
+
+
+def _check_block(cfg: DictConfig, name: str, schema: type) -> None:
+    block = OmegaConf.to_container(cfg[name], resolve=True)
+    allowed = {f.name for f in fields(schema)}
+    for key, value in block.items():
+        if key not in allowed:
+            hint = HINTS.get(f"{name}.{key}")
+            raise UsageError(f"{name}.{key}: no such option" + (f"; {hint}" if hint else _nearest(key, allowed)))
+        if value == "???":
+            raise UsageError(f"{name}.{key} is missing: give {name}.{key}=...")
+    try:
+        OmegaConf.merge(OmegaConf.structured(schema), block)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{name}.{error.full_key}: {_first_line(error)}") from error
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """One line for an error of composing, with the nearest valid name."""
+    text = str(error)
+    if missing := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
+        group, option = missing.groups()
+        known = re.findall(r"^\t(\S+)", text, re.MULTILINE)
+        return f"{group}={option}: no such option{_nearest(option, known)} (there are: {', '.join(sorted(known))})"
+    if unknown := re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text):
+        key = unknown.group(1)
+        if key in HINTS:
+            return f"{key}: no such option; {HINTS[key]}"
+        others = [o for o in overrides if not o.lstrip("+~").startswith(f"{key}=")]
+        return f"{key}: no such option{_nearest(key, _reference_keys(others, deep=True))}"
+    return _first_line(error)
+
+
+def _reference_keys(overrides: list[str], deep: bool = False) -> list[str]:
+    """Names that a valid configuration has; all dotted paths if `deep`."""
+    try:
+        cfg = compose("train", overrides)
+    except (HydraException, OmegaConfBaseException, ValueError):
+        cfg = compose("train", [])
+    keys = [str(key) for key in cfg] + ["algorithm", "experiment"]
+    return keys + list(_paths(cfg)) if deep else keys
+
+
+def _paths(node: DictConfig, prefix: str = "") -> Iterable[str]:
+    for key in node:
+        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or not OmegaConf.is_dict(node[key]):
+            yield f"{prefix}{key}"
+        else:
+            yield from _paths(node[key], f"{prefix}{key}.")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    last = name.rpartition(".")[2]
+    if not close or "." in name and not close[0].startswith(name.split(".")[0]):
+        # The right key under another parent (`lr` for `optimizer.lr`) is a better guess than a word that looks alike.
+        close = [key for key in known if key.rpartition(".")[2] == last][:1] or close
+    elif "." not in name:
+        close = [key for key in known if key.rpartition(".")[2] == last][:1] or close
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def sweep_points(overrides: list[str], limit: int = 64) -> list[list[str]]:
+    """The override lists of the first `limit` jobs of a sweep over plain choices. A sweep over intervals, which only
+    an optimising sweeper understands, is checked at its default."""
+    options: list[list[str]] = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if not override.is_sweep_override():
+            options.append([str(override.input_line)])
+        elif override.is_discrete_sweep():
+            options.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+    return [list(point) for point in itertools.islice(itertools.product(*options), limit)]
+
+
+def register_resolvers() -> None:
+    """The two names that conf/train.yaml gives to sweep folders."""
+    OmegaConf.register_new_resolver("sweep_name", lambda: folder_name(_sweep_arguments()), replace=True)
+    OmegaConf.register_new_resolver("job_name", folder_name, replace=True)
+
+
+def _sweep_arguments() -> str:
+    return ",".join(a for a in sys.argv[1:] if "=" in a and not a.startswith(("hydra.", "-")))
+
+
+def folder_name(text: str) -> str:
+    """A short folder name for override text: safe characters, and a hash where something had to be cut."""
+    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text) or "default"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return safe if len(safe) <= 100 and safe == text else f"{safe[:90]}_{digest}"

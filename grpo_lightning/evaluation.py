@@ -1,0 +1,100 @@
+"""Evaluation on held-out prompts: the one function behind validation during training and evaluate.py."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_lightning.data.prompts import Prompt
+from grpo_lightning.reward import RewardSet
+from grpo_lightning.rollout.collect import reward_batch
+from grpo_lightning.rollout.engine import Engine, Request, SamplingParams
+
+EVAL_STREAM = 1  # keeps validation samples apart from those of training under the same seed
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics (`val/...`) and one record per sampled completion."""
+
+    metrics: dict[str, float]
+    records: list[dict[str, Any]]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that at least one of k completions drawn without replacement from n, c of them right, is right:
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1), exact and unbiased."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def evaluate(
+    engine: Engine,
+    prompts: list[Prompt],
+    rewards: RewardSet,
+    params: SamplingParams,
+    decode: Callable[[list[int]], str],
+    *,
+    samples: int,
+    seed: int,
+) -> Evaluation:
+    """Sample `samples` completions of each prompt at temperature 1, and one greedily; nothing here touches training.
+
+    The sampling keys are those of the prompt alone, so that two evaluations differ by their weights only.
+
+    Returns:
+        val/accuracy (mean over samples), val/pass@{samples}, val/greedy, val/reward, val/length_mean,
+        val/truncated_fraction.
+    """
+    sampled = _sample(engine, prompts, rewards, replace(params, temperature=1.0), decode, samples, seed)
+    greedy = _sample(engine, prompts, rewards, replace(params, temperature=0.0), decode, 1, seed)
+    right = [r["correct"] is True for r in sampled]
+    per_prompt = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
+    scores = [r["reward"] for r in sampled if r["reward"] is not None]
+    count = len(sampled)
+    metrics = {
+        "val/accuracy": sum(right) / count,
+        "val/greedy": sum(r["correct"] is True for r in greedy) / len(greedy),
+        f"val/pass@{samples}": sum(pass_at_k(samples, c, samples) for c in per_prompt) / len(per_prompt),
+        "val/reward": sum(scores) / len(scores) if scores else math.nan,
+        "val/length_mean": sum(r["length"] for r in sampled) / count,
+        "val/truncated_fraction": sum(r["finish_reason"] == "length" for r in sampled) / count,
+    }
+    for record in greedy:
+        record["greedy"] = True
+    return Evaluation(metrics, sampled + greedy)
+
+
+def _sample(
+    engine: Engine,
+    prompts: list[Prompt],
+    rewards: RewardSet,
+    params: SamplingParams,
+    decode: Callable[[list[int]], str],
+    samples: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    requests = [Request(p.token_ids, (seed, EVAL_STREAM, p.prompt_id), samples) for p in prompts]
+    groups = engine.generate(requests, params)
+    flat = [(p, c, k) for p, completions in zip(prompts, groups, strict=True) for k, c in enumerate(completions)]
+    batch = reward_batch(
+        [p for p, _, _ in flat],
+        [c for _, c, _ in flat],
+        group_ids=[p.prompt_id for p, _, _ in flat],
+        keys=[(seed, EVAL_STREAM, p.prompt_id, k) for p, _, k in flat],
+        decode=decode,
+    )
+    result = rewards(batch)
+    return [
+        {
+            "prompt": prompt.text,
+            "completion": batch.completions[i],
+            "reward": None if math.isnan(result.total[i]) else result.total[i],
+            "correct": result.correct[i],
+            "length": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "prompt_id": prompt.prompt_id,
+            "answer": prompt.answer,
+            "greedy": False,
+        }
+        for i, (prompt, completion, _) in enumerate(flat)
+    ]

@@ -1,0 +1,125 @@
+"""Loading a policy: any Hugging Face id or local folder; its tokenizer and its end-of-sequence ids."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lightning.errors import UsageError
+from grpo_lightning.rollout.buffer import Batch
+
+TINY_MODEL = Path(__file__).parent / "models" / "tiny"
+
+
+def resolve_path(path: str) -> str:
+    """The folder or hub id that `model.path` names. "tiny" is the model shipped in the package.
+
+    Raises:
+        UsageError: it looks like a folder (or is no valid hub id) and is not there.
+    """
+    if path == "tiny":
+        return str(TINY_MODEL)
+    if Path(path).expanduser().is_dir():
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").exists():
+            raise UsageError(f"model.path={path}: the folder has no config.json, so it is not a Hugging Face model folder")
+        return str(folder)
+    looks_like_folder = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_like_folder:
+        raise UsageError(f"model.path={path}: no such folder; give a Hugging Face folder or an id such as org/name")
+    return path
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of `path`. Padding uses ids directly, so that a tokenizer without a pad token is no trouble."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve_path(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(_load_message(path, "tokenizer", error)) from error
+
+
+def load_policy(path: str, *, attn_implementation: str | None = None) -> nn.Module:
+    """The model in float32 (master weights: an update of 1e-6 on a bfloat16 weight rounds to nothing), dropout off.
+
+    Raises:
+        UsageError: the folder or id cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve_path(path), dtype=torch.float32, attn_implementation=attn_implementation
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(_load_message(path, "model", error)) from error
+    disable_dropout(model)
+    return model
+
+
+def _load_message(path: str, what: str, error: Exception) -> str:
+    detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"model.path={path}: the {what} could not be loaded ({detail})"
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout rate to 0: a ratio of two dropout masks is not an importance ratio.
+
+    Some attention modules keep their rate as a float attribute instead of a Dropout module, and read it in training.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: of the generation config (it may list several) and of the tokenizer.
+
+    Raises:
+        UsageError: there is none, so no completion could ever end.
+    """
+    ids: set[int] = set()
+    for value in (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    if not ids:
+        raise UsageError("the model and its tokenizer name no end-of-sequence token, so no completion could end")
+    return tuple(sorted(ids))
+
+
+def token_logps(model: nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of every completion token, and the entropy of the distribution it was drawn from.
+
+    Args:
+        model: a causal language model. batch: N rows; T completion positions.
+        temperature: the sampling temperature: logits are divided by it, for policy, old and reference alike.
+
+    Returns:
+        logp [N, T] float32 (with gradient, if enabled) and entropy [N, T] float32, detached, in nats.
+        Positions outside `batch.mask` hold no meaning.
+    """
+    completion = batch.input_ids[:, batch.start :]
+    steps = completion.shape[1]
+    out = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=(batch.attention_mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=False,
+        # The logits of position t - 1 score token t: the last prompt position is needed, the last token's is not.
+        logits_to_keep=steps + 1,
+    )
+    logits = out.logits[:, -steps - 1 : -1].float() / temperature
+    logp_row, entropy_row = [], []
+    for row_logits, row_ids in zip(logits, completion, strict=True):  # row by row: no second [N, T, V] tensor
+        normaliser = row_logits.logsumexp(-1)
+        logp_row.append(row_logits.gather(-1, row_ids.unsqueeze(-1)).squeeze(-1) - normaliser)
+        with torch.no_grad():
+            centred = row_logits - normaliser.unsqueeze(-1)
+            # A logit of -inf (a token the model rules out) has probability 0 and adds no entropy.
+            entropy_row.append(-(centred.exp() * centred.clamp(min=torch.finfo(centred.dtype).min)).sum(-1))
+    return torch.stack(logp_row), torch.stack(entropy_row)

@@ -1,0 +1,170 @@
+"""GRPOModule: owns the policy and the frozen reference policy, and takes the optimiser steps."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+
+from grpo_lightning.clock import PhaseClock
+from grpo_lightning.errors import RunError
+from grpo_lightning.model import token_logps
+from grpo_lightning.objective import Objective
+from grpo_lightning.rollout.buffer import RolloutBuffer, Row, collate, cut, loss_masks
+
+
+class GRPOModule(L.LightningModule):
+    """One `training_step` is one optimiser step on one minibatch of the rollout buffer.
+
+    The loss is `objective.loss` summed over micro-batches that share the weights of the whole minibatch, so the
+    gradient does not depend on how the minibatch is cut. Optimisation is manual; the loader yields minibatch numbers.
+
+    Args:
+        policy: a causal language model in float32. reference: the frozen reference policy, or None at kl=none. It is
+            held outside the module tree, so that it is in no checkpoint and gets no gradient.
+        optimizer: parameters -> torch optimiser, at the full learning rate.
+        temperature: of the sampling; logits are divided by it.
+        micro_batch_tokens: the most padded tokens in one forward and backward pass.
+        max_grad_norm: clip the gradient's 2-norm to it; None or inf leaves it.
+        warmup_rollouts: the learning rate rises linearly over this many rollouts.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        objective: Objective,
+        buffer: RolloutBuffer,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        reference: nn.Module | None = None,
+        temperature: float = 1.0,
+        micro_batch_tokens: int = 8192,
+        max_grad_norm: float | None = 1.0,
+        warmup_rollouts: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy = policy
+        self.objective = objective
+        self.buffer = buffer
+        self.optimizer_factory = optimizer
+        self.temperature = temperature
+        self.micro_batch_tokens = micro_batch_tokens
+        self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self.warmup_rollouts = warmup_rollouts
+        if reference is not None:
+            reference.requires_grad_(False).eval()
+        object.__setattr__(self, "reference", reference)
+        self.clock = PhaseClock()
+        self.tokens_trained = 0
+        self.rollout_tokens_trained = 0
+        # What the newest optimiser step and the newest rollout measured; the Recorder writes them down.
+        self.step_metrics: dict[str, float] = {}
+        self.rollout_metrics: dict[str, float] = {}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+
+    def on_fit_start(self) -> None:
+        if self.reference is not None:
+            self.reference.to(self.device)
+
+    def on_train_epoch_start(self) -> None:
+        self.rollout_tokens_trained = 0
+        # Derived from the rollout's number, so that nothing about the schedule has to be saved.
+        warmup = min(1.0, (self.current_epoch + 1) / self.warmup_rollouts) if self.warmup_rollouts else 1.0
+        for group in self._optimizer().param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * warmup
+
+    def training_step(self, number: Tensor, batch_idx: int) -> None:
+        rows = self.buffer.minibatch(int(number))
+        self.step_metrics = {}
+        # Nothing to train on: an optimiser step on a zero gradient would still move the parameters by its momentum.
+        if any(bool(row.loss_mask.any()) for row in rows):
+            with self.clock("update"):
+                self._step(rows)
+
+    def _step(self, rows: list[Row]) -> None:
+        optimizer = self._optimizer()
+        optimizer.zero_grad()
+        loss, totals, maxima = self._backward(rows)
+        norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
+        if not math.isfinite(norm):
+            raise RunError(
+                f"the gradient norm is {norm} at step {self.global_step}: no step was taken; "
+                "lower optimizer.lr or look at the rewards of the last rollout"
+            )
+        optimizer.step()
+        tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        self.tokens_trained += tokens
+        self.rollout_tokens_trained += tokens
+        self.step_metrics = {
+            "policy/loss": loss,
+            "policy/grad_norm": norm,
+            "optimizer/lr": optimizer.param_groups[0]["lr"],
+            "update/tokens": tokens,
+            **{name: total / count if count else math.nan for name, (total, count) in totals.items()},
+            **maxima,
+        }
+
+    def _backward(self, rows: list[Row]) -> tuple[float, dict[str, tuple[float, float]], dict[str, float]]:
+        """Accumulate the gradient of one minibatch; returns its loss, metrics as (sum, count), and maxima."""
+        mask, group_ids = loss_masks(rows)
+        weights = self.objective.weights(mask, group_ids)  # of the whole minibatch, before it is cut
+        loss, totals, maxima = 0.0, dict[str, tuple[float, float]](), dict[str, float]()
+        for indices in cut(rows, self.micro_batch_tokens):
+            batch = collate([rows[i] for i in indices]).to(self.device)
+            logp, entropy = token_logps(self.policy, batch, self.temperature)
+            # Where the current weights sampled the row, the old policy is this very policy: the ratio is exactly 1.
+            old_logp = logp.detach()
+            if batch.old_logp is not None:
+                old_logp = torch.where(batch.fresh.unsqueeze(1), old_logp, batch.old_logp)
+            if batch.advantages is None:
+                raise RuntimeError("a row reached the loss without an advantage")
+            out = self.objective.loss(
+                logp,
+                old_logp,
+                batch.advantages,
+                batch.mask,
+                batch.group_ids,
+                ref_logp=batch.ref_logp,
+                weights=weights[indices, : batch.mask.shape[1]].to(self.device),
+            )
+            self.manual_backward(out.loss)
+            loss += float(out.loss.detach())
+            metrics = dict(out.metrics) | {"policy/entropy": ((entropy * batch.mask).sum(), batch.mask.sum())}
+            for name, (total, count) in metrics.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + float(total), before[1] + float(count))
+            for name, value in out.maxima.items():
+                maxima[name] = max(maxima.get(name, -math.inf), float(value))
+        return loss, totals, maxima
+
+    @torch.no_grad()
+    def score_logps(self, rows: Sequence[Row], reference: bool) -> list[Tensor]:
+        """Log-probabilities [T] float32 of each row's completion under the policy as it is now, or the reference."""
+        model = self.reference if reference else self.policy
+        if model is None:
+            raise RuntimeError("there is no reference policy: the objective has kl=none")
+        result: list[Tensor] = [torch.empty(0)] * len(rows)
+        for indices in cut(list(rows), self.micro_batch_tokens):
+            batch = collate([rows[i] for i in indices]).to(self.device)
+            with self.trainer.precision_plugin.forward_context():
+                logp, _ = token_logps(model, batch, self.temperature)
+            for index, values in zip(indices, logp.cpu(), strict=True):
+                result[index] = values[: rows[index].length].clone()
+        return result
+
+    def _optimizer(self) -> LightningOptimizer:
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        return optimizer
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tokens_trained"] = self.tokens_trained
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens_trained = checkpoint["tokens_trained"]

@@ -1,0 +1,281 @@
+"""One exploration: draw prompts, sample a group of completions for each, score them, and make the rows to train on."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.clock import PhaseClock
+from grpo_lightning.data.prompts import Prompt, PromptStream
+from grpo_lightning.objective import Objective
+from grpo_lightning.reward import RewardBatch, RewardSet
+from grpo_lightning.rollout.buffer import Row, pad_completions
+from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams
+from grpo_lightning.rollout.metrics import rollout_metrics
+
+log = logging.getLogger(__name__)
+
+TRAIN_STREAM = 0  # keeps training samples apart from those of validation under the same seed
+
+
+@dataclass
+class Group:
+    """All completions of one drawn prompt, scored. Kept whole from sampling to the minibatch.
+
+    `task_rewards` [G] and `components` {name: [G]} are float64 with NaN where there was no score.
+    `rollout` is the number (from 1) of the rollout that sampled it.
+    """
+
+    rows: list[Row]
+    task_rewards: Tensor
+    components: dict[str, Tensor]
+    correct: list[bool | None]
+    truncated: Tensor
+    rollout: int
+
+
+@dataclass
+class Rollout:
+    """What one exploration gave: the groups to train on, those drawn for it, and the metrics over the latter."""
+
+    number: int
+    groups: list[Group]
+    drawn: list[Group]
+    metrics: dict[str, float]
+    tokens_generated: int
+    errors: list[str]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Every completion drawn for this rollout and every one trained on in it, each once."""
+        trained = {group.rows[0].group_id for group in self.groups}
+        others = [group for group in self.drawn if group.rows[0].group_id not in trained]
+        return [row.record for group in [*self.groups, *others] for row in group.rows]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for group in self.groups for row in group.rows]
+
+
+class Collector:
+    """Draws prompts, generates, scores, applies the objective's rollout-level parts, and keeps surplus groups.
+
+    Args:
+        prompts_per_rollout: P, over all processes. group_size: G. seed: of the sampling keys.
+        score_logps: (rows, reference?) -> the trainer's log-probabilities [T] of each row under the policy that
+            sampled it, or under the frozen reference policy.
+        decode: token ids -> text.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        stream: PromptStream,
+        rewards: RewardSet,
+        objective: Objective,
+        sampling: SamplingParams,
+        prompts_per_rollout: int,
+        group_size: int,
+        seed: int,
+        needs_old_logp: bool,
+        score_logps: Callable[[Sequence[Row], bool], list[Tensor]],
+        decode: Callable[[list[int]], str],
+        clock: PhaseClock,
+    ) -> None:
+        self.engine, self.stream, self.rewards, self.objective = engine, stream, rewards, objective
+        self.sampling, self.prompts_per_rollout, self.group_size = sampling, prompts_per_rollout, group_size
+        self.seed, self.needs_old_logp, self.score_logps = seed, needs_old_logp, score_logps
+        self.decode, self.clock = decode, clock
+        self.surplus: list[Group] = []
+
+    def collect(self, number: int) -> Rollout:
+        """Rollout `number` (from 1): at most `sampling.max_draws` draws of P prompts, until P groups are kept."""
+        # A surplus group may be one rollout old, not more: its importance ratio would drift out of the clip range.
+        kept = [group for group in self.surplus if number - group.rollout <= 1]
+        reused, drawn, draws, tokens = len(kept), [], 0, 0
+        errors: list[str] = []
+        while len(kept) < self.prompts_per_rollout and draws < self.objective.sampling.max_draws:
+            with self.clock("generate"):
+                sampled = self._sample(number)
+            tokens += sum(len(c.token_ids) for _, _, completions in sampled for c in completions)
+            with self.clock("score"):
+                groups = self._score(sampled, number, errors)
+            draws += 1
+            drawn += groups
+            kept += self._varied(groups)
+        if len(kept) < self.prompts_per_rollout:
+            log.warning(
+                "rollout %d: %d of %d groups have varied rewards after %d draws (sampling.max_draws); training on those",
+                number, len(kept), self.prompts_per_rollout, draws,
+            )  # fmt: skip
+        groups, surplus = kept[: self.prompts_per_rollout], kept[self.prompts_per_rollout :]
+        self.surplus = surplus if self.objective.sampling.keep_surplus else []
+        with self.clock("score"):
+            self._finish(groups, self.surplus)
+        for status, members in (("dropped", drawn), ("kept for the next rollout", self.surplus), ("trained", groups)):
+            for row in (row for group in members for row in group.rows):
+                row.record["status"] = status
+        metrics = rollout_metrics(drawn or groups)
+        metrics["sampling/draws"] = draws
+        metrics["sampling/groups"] = len(groups)
+        metrics["sampling/groups_reused"] = min(reused, len(groups))
+        metrics["sampling/groups_kept_for_next"] = len(self.surplus)
+        return Rollout(number, groups, drawn, metrics, tokens, errors)
+
+    def _sample(self, number: int) -> list[tuple[int, Prompt, list[Completion]]]:
+        drawn = self.stream.draw(self.prompts_per_rollout)
+        requests = [
+            Request(prompt.token_ids, (self.seed, TRAIN_STREAM, number, draw_index), self.group_size)
+            for draw_index, prompt in drawn
+        ]
+        groups = self.engine.generate(requests, self.sampling)
+        return [(index, prompt, completions) for (index, prompt), completions in zip(drawn, groups, strict=True)]
+
+    def _score(
+        self, sampled: list[tuple[int, Prompt, list[Completion]]], number: int, errors: list[str]
+    ) -> list[Group]:
+        flat = [(index, prompt, c, k) for index, prompt, cs in sampled for k, c in enumerate(cs)]
+        batch = reward_batch(
+            [prompt for _, prompt, _, _ in flat],
+            [completion for _, _, completion, _ in flat],
+            group_ids=[index for index, _, _, _ in flat],
+            keys=[(self.seed, number, index, k) for index, _, _, k in flat],
+            decode=self.decode,
+        )
+        result = self.rewards(batch)
+        errors += result.errors
+        groups, at = [], 0
+        for index, prompt, completions in sampled:
+            span = slice(at, at + len(completions))
+            at = span.stop
+            rows = [_row(prompt, completion, index) for completion in completions]
+            components = {name: values[span] for name, values in result.components.items()}
+            for k, row in enumerate(rows):
+                row.record = {
+                    "prompt": prompt.text,
+                    "completion": batch.completions[span][k],
+                    "rewards": {name: _number(values[k]) for name, values in components.items()},
+                    "reward": _number(result.total[span][k]),
+                    "correct": result.correct[span][k],
+                    "advantage": None,
+                    "length": row.length,
+                    "finish_reason": completions[k].finish_reason,
+                    "group_id": index,
+                    "prompt_id": prompt.prompt_id,
+                    "weights_version": row.weights_version,
+                    "answer": prompt.answer,
+                }
+            groups.append(
+                Group(
+                    rows=rows,
+                    task_rewards=torch.tensor(result.total[span], dtype=torch.float64),
+                    components={k: torch.tensor(v, dtype=torch.float64) for k, v in components.items()},
+                    correct=result.correct[span],
+                    truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
+                    rollout=number,
+                )
+            )
+        return groups
+
+    def _varied(self, groups: list[Group]) -> list[Group]:
+        """The groups that `sampling` keeps, by their task rewards (before any shaping)."""
+        rewards = torch.cat([group.task_rewards for group in groups])
+        group_ids = torch.tensor([row.group_id for group in groups for row in group.rows])
+        keep = self.objective.sampling.keep(rewards, group_ids)
+        return [group for group in groups if group.rows[0].group_id in keep]
+
+    def _finish(self, groups: list[Group], surplus: list[Group]) -> None:
+        """Old and reference log-probabilities, advantages and loss masks of the rollout, on whole groups."""
+        rows = [row for group in groups for row in group.rows]
+        # A group kept for the next rollout needs its old_logp now, while the weights that sampled it are at hand.
+        late = [row for group in surplus for row in group.rows if row.old_logp is None]
+        scored = [row for row in rows if row.old_logp is None] + late if self.needs_old_logp_now else late
+        for row, logp in zip(scored, self.score_logps(scored, False), strict=True):
+            row.old_logp = logp
+        if not rows:
+            return
+        if self.objective.needs_reference:
+            unreferenced = [row for row in rows if row.ref_logp is None]
+            for row, logp in zip(unreferenced, self.score_logps(unreferenced, True), strict=True):
+                row.ref_logp = logp
+        width = max(row.length for row in rows)
+        mask = pad_completions([torch.ones(row.length, dtype=torch.bool) for row in rows], width, False)
+        task_rewards = torch.cat([group.task_rewards for group in groups])
+        truncated = torch.cat([group.truncated for group in groups])
+        lengths = torch.tensor([row.length for row in rows])
+        rewards = self.objective.shaped_rewards(task_rewards, lengths, truncated)
+        kl_penalty = None
+        if self.objective.kl_in_reward:
+            old = pad_completions([_present(row.old_logp) for row in rows], width)
+            ref = pad_completions([_present(row.ref_logp) for row in rows], width)
+            kl_penalty = self.objective.kl_penalty(old, ref, mask)
+        advantages = self.objective.advantages(
+            rewards, torch.tensor([row.group_id for row in rows]), mask, kl_penalty=kl_penalty
+        )
+        keep = self.objective.keep_rows(rewards, truncated)
+        for row, advantage, shaped, kept in zip(rows, advantages, rewards.tolist(), keep.tolist(), strict=True):
+            row.advantage = advantage[: row.length].float()
+            row.record["shaped_reward"] = _number(shaped)
+            row.record["advantage"] = float(row.advantage.mean())
+            row.loss_mask = torch.arange(len(row.token_ids)) >= row.start if kept else torch.zeros_like(row.loss_mask)
+
+    @property
+    def needs_old_logp_now(self) -> bool:
+        return self.needs_old_logp or self.objective.kl_in_reward
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict(), "surplus": self.surplus}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.surplus = state["surplus"]
+
+
+def reward_batch(
+    prompts: list[Prompt],
+    completions: list[Completion],
+    *,
+    group_ids: list[int],
+    keys: list[tuple[int, ...]],
+    decode: Callable[[list[int]], str],
+) -> RewardBatch:
+    """Prompts and completions, row by row, as reward components see them. Text is decoded for them alone."""
+    names = sorted({name for prompt in prompts for name in prompt.columns})
+    return RewardBatch(
+        prompts=[prompt.text for prompt in prompts],
+        completions=[decode(completion.token_ids) for completion in completions],
+        answers=[prompt.answer for prompt in prompts],
+        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in names},
+        completion_ids=[completion.token_ids for completion in completions],
+        group_ids=group_ids,
+        keys=keys,
+        finish_reasons=[completion.finish_reason for completion in completions],
+    )
+
+
+def _row(prompt: Prompt, completion: Completion, group_id: int) -> Row:
+    token_ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
+    return Row(
+        token_ids=token_ids,
+        loss_mask=torch.arange(len(token_ids)) >= len(prompt.token_ids),
+        start=len(prompt.token_ids),
+        group_id=group_id,
+        prompt_id=prompt.prompt_id,
+        sampler_logp=torch.tensor(completion.logps),
+        weights_version=completion.weights_version,
+    )
+
+
+def _present(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("a row reached the KL penalty without its log-probabilities")
+    return value
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

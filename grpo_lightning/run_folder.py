@@ -1,0 +1,105 @@
+"""What a run leaves behind: config.yaml, metrics.csv, rollouts/, validation/, checkpoints/, summary.json."""
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_lightning.errors import UsageError
+
+
+class RunFolder:
+    """The folder of one run. Files that are replaced are written beside their place and moved, never half written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rollouts, self.validation, self.checkpoints = (path / n for n in ("rollouts", "validation", "checkpoints"))
+        self._header: list[str] | None = None
+
+    def open(self, cfg: DictConfig, resume: bool) -> Path | None:
+        """Prepare the folder; returns the newest checkpoint to go on from, or None to start from the beginning.
+
+        Raises:
+            UsageError: the folder holds a run and `resume` is off, or it cannot be written.
+        """
+        newest = self.newest_checkpoint()
+        if not resume and (self.path / "metrics.csv").exists():
+            raise UsageError(
+                f"hydra.run.dir={self.path} already holds a run: resume=auto goes on with it, "
+                "another hydra.run.dir starts a new one"
+            )
+        try:
+            for folder in (self.rollouts, self.validation, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        except OSError as error:
+            raise UsageError(f"hydra.run.dir={self.path} cannot be written: {error}") from error
+        return newest if resume else None
+
+    def newest_checkpoint(self) -> Path | None:
+        """Checkpoints are named by rollout, so the last by name is the newest."""
+        found = sorted(self.checkpoints.glob("rollout=*.ckpt"))
+        return found[-1] if found else None
+
+    def cut_after(self, step: int, rollout: int) -> None:
+        """Remove what a stopped run wrote beyond the checkpoint it is resumed from: rows and files are written anew."""
+        table = self.path / "metrics.csv"
+        if table.exists():
+            with table.open(newline="") as file:
+                rows = list(csv.reader(file))
+            at = rows[0].index("step")
+            kept = [rows[0], *(row for row in rows[1:] if len(row) == len(rows[0]) and int(row[at]) <= step)]
+            _write(table, "".join(",".join(row) + "\n" for row in kept))
+            self._header = rows[0]
+        for folder in (self.rollouts, self.validation):
+            for file in folder.glob("*.jsonl"):
+                if int(file.stem) > rollout:
+                    file.unlink()
+
+    def write_metrics(self, row: dict[str, Any], known: list[str]) -> None:
+        """Append one row and flush it. The header, fixed by the first row, is `known` and whatever else that row has."""
+        table = self.path / "metrics.csv"
+        if self._header is None:
+            self._header = list(dict.fromkeys([*known, *row]))
+            _write(table, ",".join(self._header) + "\n")
+        unknown = [name for name in row if name not in self._header]
+        if unknown:
+            raise RuntimeError(f"metrics.csv has a fixed header and no column for {', '.join(unknown)}")
+        with table.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([_cell(row.get(name)) for name in self._header])
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_rows(self, folder: Path, number: int, records: list[dict[str, Any]]) -> None:
+        """One JSON object a line in `folder`/NNNNNN.jsonl."""
+        _write(folder / f"{number:06d}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        _write(self.path / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run folder, or None where there is none (the run never ended)."""
+    file = folder / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def _cell(value: Any) -> Any:
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a figure that does not exist is null."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,158 @@
+"""`python train.py ...` and `grpo-train ...`: compose, check, run, return the metric."""
+
+import logging
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hydra
+import lightning as L
+import torch
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch.trainer.states import TrainerStatus
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from grpo_lightning import config
+from grpo_lightning.build import Run, build
+from grpo_lightning.errors import RunError, UsageError
+from grpo_lightning.objective.load import conf_dir
+from grpo_lightning.run_folder import RunFolder
+from grpo_lightning.sweep import INTERRUPTED, SweepTable, run_child
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """The command. Exit code 0: done; 1: something happened in the run; 2: wrong usage; 130: interrupted."""
+    try:
+        sys.argv[1:] = config.normalise(sys.argv[1:])
+        arguments = get_args_parser().parse_args(sys.argv[1:])
+        informing = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.version)
+        if not any(informing) and not arguments.shell_completion:
+            points = config.sweep_points(arguments.overrides) if arguments.multirun else [arguments.overrides]
+            for point in points:
+                config.compose_checked([o for o in point if not o.startswith("hydra")])
+    except UsageError as error:
+        _say("wrong usage", error)
+        sys.exit(2)
+    config.register_resolvers()
+    SweepTable.failed = 0
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+    sys.exit(1 if SweepTable.failed else 0)
+
+
+def job(cfg: DictConfig) -> float | None:
+    """One job: a run, or, in a sweep, a child process that is a run."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return run_child()
+    summary, code = run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    if code:
+        sys.exit(code)
+    return summary.get("val_accuracy")
+
+
+def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
+    """Train as `cfg` says in the folder `path`. Returns the summary, which is also written, and the exit code."""
+    folder, started = RunFolder(path), None
+    summary: dict[str, Any] = {"status": "failed", "message": "", **_identity(cfg)}
+    code, owns = 1, False
+    try:
+        objective = config.check(cfg)
+        checkpoint = folder.open(cfg, resume=cfg.resume == "auto")
+        owns = True
+        started = build(cfg, objective, folder)
+        _fit(started, checkpoint)
+        if started.trainer.state.status == TrainerStatus.INTERRUPTED:
+            raise KeyboardInterrupt
+        summary |= {"status": "completed", "message": ""}
+        code = 0
+    except UsageError as error:
+        summary["message"], code = str(error), 2
+        _say("wrong usage", error)
+    except (KeyboardInterrupt, SystemExit):
+        summary |= {"status": "interrupted", "message": "stopped by the user"}
+        code = INTERRUPTED
+        _say("interrupted", "resume=auto with the same hydra.run.dir goes on from the newest checkpoint")
+    except Exception as error:
+        summary["message"] = _one_line(error)
+        if not isinstance(error, RunError):
+            (path / "traceback.txt").write_text(traceback.format_exc())
+            summary["message"] += f" (see {path / 'traceback.txt'})"
+        _say("the run failed", summary["message"])
+    finally:
+        if started is not None:
+            summary |= _figures(started)
+            started.close()
+        if owns or not (path / "summary.json").exists():
+            folder.write_summary(summary)
+    if code == 0:
+        Console(highlight=False, soft_wrap=True).print(f"run folder: {path}")
+    return summary, code
+
+
+def _fit(run: Run, checkpoint: Path | None) -> None:
+    if checkpoint is not None:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+        run.folder.cut_after(state["global_step"], state["epoch"] + 1)
+        run.resumed_from_step = state["global_step"]
+        log.info("resuming from %s (step %d)", checkpoint, state["global_step"])
+    # The checkpoint is this run's own file; it holds plain tensors and the rows of surplus groups.
+    run.trainer.fit(run.module, run.loader, ckpt_path=checkpoint, weights_only=False)
+    if run.trainer.state.status == TrainerStatus.FINISHED:
+        export = run.folder.checkpoints / "model"
+        run.module.policy.save_pretrained(export)
+        run.tokenizer.save_pretrained(export)
+
+
+def _identity(cfg: DictConfig) -> dict[str, Any]:
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    groups = "advantage ratio clip kl loss_norm overlong sampling correction entropy reward algorithm".split()
+    algorithm = {group: choices.get(group) for group in groups}
+    algorithm["reward"] = "+".join(cfg.reward)
+    return {"algorithm": algorithm, "engine": None, "seed": cfg.seed}
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    phases = ("generate", "score", "update", "sync", "validate")
+    start, last = run.evaluation.start, run.evaluation.last
+    figures = {
+        "engine": run.engine.name,
+        "steps": run.trainer.global_step,
+        "rollouts": run.rollouts.rollout.number if run.rollouts.rollout else 0,
+        "rollouts_without_step": run.recorder.rollouts_without_step,
+        "resumed_from_step": run.resumed_from_step,
+        "val_accuracy_start": start.get("val/accuracy"),
+        "val_accuracy": last.get("val/accuracy"),
+        "val_greedy_start": start.get("val/greedy"),
+        "val_greedy": last.get("val/greedy"),
+        "reward_mean": run.recorder.reward_mean,
+        "tokens_generated": run.rollouts.tokens_generated,
+        "tokens_trained": run.module.tokens_trained,
+        "prompts_skipped": run.prompts_skipped,
+        "seconds": {"total": run.recorder.seconds, **{phase: run.module.clock.total[phase] for phase in phases}},
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+    if torch.cuda.is_available():
+        figures["peak_cuda_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return figures
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines and not isinstance(error, RunError) else " ".join(lines)
+
+
+def _say(what: str, message: object) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"grpo_lightning: {what}: {message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,9 @@ _NUMBER = re.compile(NUMBER)
 _OPERAND = rf"{NUMBER}(?:\ ?[A-Za-z]+)?"
 # "x = " or "3 apples + 4 apples = " in front of a result
 _LEFT_SIDE = re.compile(rf"(?:[A-Za-z]+|{_OPERAND}(?:\ ?[-+*/×÷]\ ?{_OPERAND})+)\ ?=\ ?")
-_UNIT = re.compile(r"[^0-9\\+*=,]*(?:\^?[23][^0-9\\+*=,]*)?")  # dollars, km/h, m^2
+_UNIT = re.compile(
+    r"(?!\ ?(?:[abcijknpqrtuvwxyz]|pi|sqrt)\b)[^0-9\\+*=,]*(?:(?<=[a-z])\^?[23][^0-9\\+*=,]*)?"
+)  # dollars, km/h, m^2; no variable
 
 _MARK = re.compile(
     r"(?P<boxed>\\(?:boxed|fbox)\s*\{)|(?P<tag><answer>)|(?P<hash>\#{4}(?!\#))"

@@ -1,7 +1,8 @@
 """loss_norm: the weight w [N, T] of every token, so that loss = sum w * (token losses).
 
 Counted over one whole minibatch (all micro-batches and ranks) from the loss mask m alone: n_i tokens of row i, B rows
-with at least one, P groups with such a row, N_q tokens of group q, N tokens in all.
+with at least one, P groups with such a row, N_q tokens of group q, N tokens in all. Every option is called with mask
+[N, T] bool and group_ids [N] int and returns w [N, T] float64.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ class SequenceNorm:
     rows_weigh_equally: ClassVar[bool] = True
 
     def __call__(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        """mask [N, T] bool, group_ids [N] int -> w [N, T] float64."""
         m, n, rows = _counts(mask)
         return m / (rows * n)
 
@@ -87,7 +87,7 @@ class ConstantNorm:
 class SequenceSumNorm:
     """w = m / B: the mean over rows of each row's sum, a completion being one action.
 
-    Source: RLOO (arXiv 2402.14740), section 3.3.
+    Source: RLOO (arXiv 2402.14740).
     """
 
     name: ClassVar[str] = "sequence_sum"

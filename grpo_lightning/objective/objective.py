@@ -4,19 +4,20 @@ loss = sum_{i,t} w_{i,t} * ( c_{i,t} * surrogate_{i,t} + beta * kl_{i,t} )
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from grpo_lightning.objective.build import build_part
 from grpo_lightning.objective.checks import call, check_finite, check_mask, check_shape, keywords
 from grpo_lightning.objective.groups import group_index, per_token
 from grpo_lightning.objective.kl import K3, MAX_LOG_RATIO
 from grpo_lightning.objective.pairs import named, refusals, trait, warnings
+
+GROUPS = ("advantage", "ratio", "clip", "kl", "loss_norm", "overlong", "sampling", "correction", "entropy")
 
 
 class LossOutput(NamedTuple):
@@ -40,7 +41,7 @@ class Objective:
     """One option of every group. Composing options that cannot work together raises ValueError naming both.
 
     N rows, T completion positions. Log-probabilities and advantages are [N, T]; what is not under the mask is ignored.
-    Computation is in float32, or float64 where `logp` (advantages: `rewards`) is float64.
+    Computation is in float32, or float64 where `logp` (for advantages `rewards`) is float64. `notes` go to `warnings`.
     """
 
     advantage: Any
@@ -52,6 +53,7 @@ class Objective:
     sampling: Any
     correction: Any
     entropy: Any
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if lines := refusals(self._parts()):
@@ -65,15 +67,17 @@ class Objective:
         a value out of its range, options that cannot be combined.
         """
         cfg = OmegaConf.create(cfg) if isinstance(cfg, dict) else cfg
-        return cls(**{field.name: _build(field.name, cfg.get(field.name)) for field in fields(cls)})
+        built = {group: build_part(group, cfg.get(group)) for group in GROUPS}
+        notes = tuple(line for _, lines in built.values() for line in lines)
+        return cls(**{group: part for group, (part, _) in built.items()}, notes=notes)
 
     def _parts(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {group: getattr(self, group) for group in GROUPS}
 
     @property
     def warnings(self) -> list[str]:
         """What the composition does that its user may not expect, a line each."""
-        return warnings(self._parts())
+        return [*self.notes, *warnings(self._parts())]
 
     @property
     def needs_reference(self) -> bool:
@@ -161,7 +165,7 @@ class Objective:
         return result.to(dtype).where(there, 0)
 
     def weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
-        """The weight w [N, T] (float64) of each token of one whole minibatch: all micro-batches, all ranks.
+        """The weight w [N, T] (float64) of each token of one whole minibatch: all its micro-batches, all ranks.
 
         mask [N, T] bool: the loss tokens; group_ids [N] int. Rows of it, with their weights, may then be given to
         `loss` in any cut: the losses add up to the same.
@@ -237,18 +241,6 @@ class Objective:
 
 def _working_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype is torch.float64 else torch.float32
-
-
-def _build(group: str, node: Any) -> Any:
-    if node is None or "_target_" not in node:
-        raise ValueError(f"the configuration has no {group}._target_")
-    try:
-        return instantiate(node)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ValueError):
-            raise cause from None
-        raise ValueError(f"{group}: {node['_target_']} cannot be built: {cause or error}") from error
 
 
 def _check_groups(option: str, group_ids: Tensor) -> None:

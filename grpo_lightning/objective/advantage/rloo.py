@@ -12,7 +12,7 @@ from grpo_lightning.objective.groups import group_moments, per_token
 class RLOO:
     """A_i = r_i - mean_{j != i} r_j = (r_i - mean_g) * n / (n - 1), n rewards in the group; 0 where max_g == min_g.
 
-    Source: Ahmadian et al., Back to Basics (arXiv 2402.14740), section 3.3 (the REINFORCE leave-one-out estimator).
+    Source: the leave-one-out estimator of Kool et al. (2019), for language models Ahmadian et al. (arXiv 2402.14740).
     """
 
     name: ClassVar[str] = "rloo"

@@ -1,0 +1,45 @@
+"""`reward=reasoning_gym`: the task's own scorer, for data=reasoning_gym."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from grpo_lightning.errors import UsageError
+from grpo_lightning.reward.answer import marked_answers, visible
+from grpo_lightning.reward.score import RewardBatch
+
+
+@dataclass(frozen=True)
+class ReasoningGymScore:
+    r"""From 0 to 1; many tasks give partial credit, and only 1 counts as correct.
+
+    What is scored is the last marked answer (`<answer>...</answer>`, `\boxed{}`, `####`, "the answer is"), without
+    one all that was written, after `</think>` if there is thinking.
+    """
+
+    weight: float = 1.0
+    correctness: bool = True
+
+    def __call__(self, batch: RewardBatch) -> list[float | None]:
+        entries = batch.columns.get("entry")
+        if entries is None:
+            raise UsageError("reward=reasoning_gym scores only data=reasoning_gym; choose another reward for this data")
+        rows = zip(batch.prompts, batch.completions, entries, strict=True)
+        return [_score(visible(prompt, completion), entry) for prompt, completion, entry in rows]
+
+
+def _score(text: str | None, entry: dict[str, Any]) -> float:
+    if text is None:
+        return 0.0
+    mark = next(marked_answers(text), None)
+    answer = text.strip() if mark is None else mark.text
+    if mark is not None and mark.kind in ("hash", "phrase"):
+        answer = answer.rstrip(".")
+    return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry))
+
+
+@lru_cache
+def _scorer(task: str) -> Any:
+    from reasoning_gym import get_score_answer_fn
+
+    return get_score_answer_fn(task)

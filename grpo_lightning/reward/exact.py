@@ -94,13 +94,13 @@ def normalised(text: str) -> str:
 
 def same_number(gold: Number, answer: Number | None) -> bool:
     """Whole numbers exactly, others to a relative 1e-9 (binary floats in data files)."""
-    if answer is None or (answer.fraction and gold.value.denominator == 1):
+    if answer is None:
         return False
-    values = [answer.value]
+    whole = gold.value.denominator == 1
+    values = [] if whole and answer.fraction else [answer.value]
     if gold.percent and not answer.percent:
         values.append(answer.value * 100)
     if answer.percent and not gold.percent:
         values.append(answer.value / 100)
-    if gold.value.denominator == 1:
-        return gold.value in values
-    return any(abs(gold.value - value) * 10**9 <= abs(gold.value) for value in values)
+    tolerance = 0 if whole else abs(gold.value) / 10**9
+    return any(abs(gold.value - value) <= tolerance for value in values)

@@ -1,5 +1,6 @@
 """`reward=math`: mathematical equality by math-verify, in worker processes with a time-out that works."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -30,7 +31,8 @@ class Math:
 
     The last of `\boxed{}`, `<answer>`, `####` and "the answer is" counts, without one what math-verify finds in the
     text after `</think>`. Numbers are compared as `reward=exact` does first (percent and units included).
-    An answer that takes longer than `timeout` seconds is wrong; a reference that does gives no score.
+    An answer without a verdict after `timeout` seconds is wrong; a reference that cannot be parsed in that time gives
+    no score.
 
     timeout: seconds for one answer, above 0. workers: processes. They start at the first call and end with `close`.
     """
@@ -79,7 +81,7 @@ class Math:
     def _ask(self, gold: str, answer: str) -> float | None:
         worker = self._idle.get()
         try:
-            if worker is None:
+            if worker is None or not worker.alive:
                 worker = _Worker(self.timeout)
             verdict, failed = worker.ask(gold, answer, self.timeout)
             if failed:
@@ -143,7 +145,7 @@ class _Worker:
         try:
             self._process.stdin.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:  # it died since the last job
+        except OSError:  # it has just died
             return None, True
         gold_parses = self._line(timeout)
         if gold_parses != "true":
@@ -165,7 +167,12 @@ class _Worker:
         line, self._read_ahead = self._read_ahead.split(b"\n", 1)
         return line.decode()
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         self._process.kill()
-        with self._process:  # closes the pipes and waits
+        # leaving the block closes the pipes and waits; what a dead worker has not read cannot be flushed
+        with contextlib.suppress(BrokenPipeError), self._process:
             pass

@@ -13,6 +13,7 @@ from typing import Any
 import hydra
 import lightning as L
 import torch
+import wandb
 from hydra.errors import HydraException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
@@ -20,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
-from grpo_lightning.callbacks import EvaluationCallback, Recorder, RolloutCallback
+from grpo_lightning import config
+from grpo_lightning.callbacks import Checkpoint, EvaluationCallback, Recorder, RolloutCallback
 from grpo_lightning.data.prompts import PromptStream, tokenize
 from grpo_lightning.errors import UsageError
 from grpo_lightning.evaluation import evaluate
@@ -63,10 +65,8 @@ class Run:
         self.eval_rewards.close()
         for logger in self.trainer.loggers:
             logger.finalize("success")
-        if any(type(logger).__name__ == "WandbLogger" for logger in self.trainer.loggers):
-            import wandb
-
-            wandb.finish(quiet=True)
+        if wandb.run is not None:
+            wandb.finish()
 
 
 def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
@@ -90,14 +90,14 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
     if skipped + val_skipped:
         log.warning("%d prompts are longer than data.max_prompt_tokens and were skipped", skipped + val_skipped)
     stream = PromptStream(prompts, cfg.seed)
-    stream.check(cfg.rollout.prompts)
+    PromptStream(prompts, cfg.seed).draw(cfg.rollout.prompts)  # refuses here, before the model, what cannot be drawn
 
     policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     reference = None
     if objective.needs_reference:
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     engine = build_engine(cfg)
-    buffer = RolloutBuffer(cfg.update.epochs, cfg.update.minibatches, cfg.seed)
+    buffer = RolloutBuffer(cfg["update"].epochs, cfg["update"].minibatches, cfg.seed)
     module = GRPOModule(
         policy,
         objective,
@@ -105,7 +105,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
         _optimizer(cfg.optimizer),
         reference=reference,
         temperature=cfg.rollout.temperature,
-        micro_batch_tokens=cfg.update.micro_batch_tokens,
+        micro_batch_tokens=cfg["update"].micro_batch_tokens,
         max_grad_norm=cfg.optimizer.max_grad_norm,
         warmup_rollouts=cfg.optimizer.warmup_rollouts,
     )
@@ -133,17 +133,9 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
     val_names = "accuracy greedy reward length_mean truncated_fraction".split() + [f"pass@{cfg.eval.samples}"]
     recorder = Recorder(folder, [f"val/{name}" for name in val_names])
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
-    checkpoint = ModelCheckpoint(
-        dirpath=folder.checkpoints,
-        filename="{rollout:06.0f}",
-        monitor="rollout",  # with mode=max this keeps the newest
-        mode="max",
-        save_top_k=cfg.checkpoint.keep,
-        every_n_epochs=cfg.checkpoint.every,
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-    )
+    checkpoint = Checkpoint(folder, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep)
     trainer = L.Trainer(
+        log_every_n_steps=1,
         **_plain(cfg.trainer),
         logger=build_loggers(cfg, folder),
         callbacks=[rollouts, evaluation, recorder, *extra, checkpoint],
@@ -151,6 +143,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in extra),
         enable_model_summary=False,
     )
     log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
@@ -164,6 +157,12 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
 
 def instantiate(options: Any, where: str) -> Any:
     """Hydra's instantiate; a constructor's complaint becomes one line that names the option."""
+    plain = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
+    try:
+        target = hydra.utils.get_object(plain.get("_target_", ""))
+    except Exception as error:
+        raise UsageError(f"{where}._target_={plain.get('_target_')} cannot be imported: {error}") from error
+    config.check_types(target, plain, where)
     try:
         return hydra.utils.instantiate(OmegaConf.create(options), _convert_="all")
     except HydraException as error:
@@ -188,7 +187,6 @@ def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
             options["save_dir"] = str(folder.path)
             options.setdefault("name", folder.path.name)
             options["mode"] = wandb_mode(options.get("mode", "auto"))
-            os.environ.setdefault("WANDB_SILENT", "true")
         logger = instantiate(options, f"logger.{name}")
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
         loggers.append(logger)
@@ -201,14 +199,12 @@ def wandb_mode(mode: str) -> str:
         return mode
     if os.environ.get("WANDB_MODE"):
         return os.environ["WANDB_MODE"]
-    import wandb
-
-    return "online" if wandb.api.api_key else "offline"
+    return "online" if wandb.login(prompt=False) else "offline"
 
 
 def _rewards(cfg: DictConfig, has_answers: bool) -> tuple[RewardSet, RewardSet]:
     rewards = RewardSet({name: instantiate(options, f"reward.{name}") for name, options in cfg.reward.items()})
-    chosen = dict(cfg.eval.reward) or {
+    chosen = dict(cfg.eval.get("reward") or {}) or {
         name: options for name, options in cfg.reward.items() if rewards.components[name].correctness
     }
     if not chosen:

@@ -2,27 +2,30 @@
 
 import difflib
 import hashlib
+import inspect
 import itertools
 import math
 import re
 import sys
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.objective import Objective
-from grpo_lightning.objective.load import compose
+from grpo_lightning.objective.load import compose, conf_dir
 
 # Names from elsewhere and things that are refused, each with where to go instead.
 HINTS = {
     "clipping": "the group is called clip: write clip=...",
+    "lr": "did you mean optimizer.lr?",
     "trainer.gradient_clip_val": "use optimizer.max_grad_norm",
     "trainer.accumulate_grad_batches": "use update.micro_batch_tokens (it never changes the gradient)",
     **{
@@ -145,9 +148,10 @@ def check(cfg: DictConfig) -> Objective:
             f"rollout.temperature must be above 0 (rollouts are sampled, not greedy), got {cfg.rollout.temperature}"
         )
     _check_optimizer(cfg.optimizer)
-    if cfg.update.minibatches > cfg.rollout.prompts:
+    update = cfg["update"]  # cfg.update is a method of DictConfig
+    if update.minibatches > cfg.rollout.prompts:
         raise UsageError(
-            f"update.minibatches={cfg.update.minibatches} is more than rollout.prompts={cfg.rollout.prompts}: "
+            f"update.minibatches={update.minibatches} is more than rollout.prompts={cfg.rollout.prompts}: "
             "a minibatch is made of whole groups"
         )
     if cfg.trainer.precision not in ("32-true", "bf16-mixed", 32, "32"):
@@ -202,17 +206,30 @@ def _check_block(cfg: DictConfig, name: str, schema: type) -> None:
 def explain(error: Exception, overrides: list[str]) -> str:
     """One line for an error of composing, with the nearest valid name."""
     text = str(error)
-    if missing := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
+    if missing := re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text):
         group, option = missing.groups()
-        known = re.findall(r"^\t(\S+)", text, re.MULTILINE)
-        return f"{group}={option}: no such option{_nearest(option, known)} (there are: {', '.join(sorted(known))})"
-    if unknown := re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text):
-        key = unknown.group(1)
+        known = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+        return f"{group}={option}: no such option{_nearest(option, known)} (there are: {', '.join(known)})"
+    if unknown := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text):
+        key = unknown.group(1) or unknown.group(2)
         if key in HINTS:
             return f"{key}: no such option; {HINTS[key]}"
         others = [o for o in overrides if not o.lstrip("+~").startswith(f"{key}=")]
-        return f"{key}: no such option{_nearest(key, _reference_keys(others, deep=True))}"
+        return f"{key}: no such option{_where(key, _reference_keys(others, deep=True))}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not of the form name=value ({_first_line(error)})"
     return _first_line(error)
+
+
+def _where(key: str, known: list[str]) -> str:
+    """Where a dotted key that does not exist might belong."""
+    group, _, name = key.rpartition(".")
+    owners = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml") if name in OmegaConf.load(path))
+    if group and owners:
+        return f" of the {group} chosen; it belongs to " + " and ".join(f"{group}={owner}" for owner in owners)
+    siblings = [k for k in known if group and k.rpartition(".")[0] == group]
+    guess = _nearest(key, known)
+    return guess or (f" ({group} has: {', '.join(s.rpartition('.')[2] for s in siblings)})" if siblings else "")
 
 
 def _reference_keys(overrides: list[str], deep: bool = False) -> list[str]:
@@ -228,26 +245,45 @@ def _reference_keys(overrides: list[str], deep: bool = False) -> list[str]:
 def _paths(node: DictConfig, prefix: str = "") -> Iterable[str]:
     for key in node:
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or not OmegaConf.is_dict(node[key]):
-            yield f"{prefix}{key}"
+            if key != "_target_":
+                yield f"{prefix}{key}"
         else:
             yield from _paths(node[key], f"{prefix}{key}.")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
+    """A key of the same last name under another parent (`prompts` for `rollout.prompts`), else one that looks alike."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    last = name.rpartition(".")[2]
-    if not close or "." in name and not close[0].startswith(name.split(".")[0]):
-        # The right key under another parent (`lr` for `optimizer.lr`) is a better guess than a word that looks alike.
-        close = [key for key in known if key.rpartition(".")[2] == last][:1] or close
-    elif "." not in name:
-        close = [key for key in known if key.rpartition(".")[2] == last][:1] or close
+    same_last = [key for key in known if key != name and key.rpartition(".")[2] == name]
+    parent = name.partition(".")[0] if "." in name else ""
+    alike = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    close = same_last or [key for key in alike if not parent or "." in key]
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def check_types(target: Callable[..., Any], options: dict[str, Any], where: str) -> None:
+    """Refuse a value that is not of the plain type its constructor names: Hydra passes on whatever was typed.
+
+    Raises:
+        UsageError: naming the option, e.g. "data.size must be int, got 'abc'".
+    """
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    for name, value in options.items():
+        allowed = typing.get_args(hint) or (hint,) if (hint := hints.get(name)) is not None else ()
+        if not allowed or not all(kind in (int, float, bool, str, type(None)) for kind in allowed):
+            continue
+        right = any(
+            isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+            for kind in allowed
+        )
+        if not right:
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+            raise UsageError(f"{where}.{name} must be {names}, got {value!r}")
 
 
 def sweep_points(overrides: list[str], limit: int = 64) -> list[list[str]]:

@@ -47,7 +47,7 @@ class GRPOModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.policy = policy
+        self.policy = policy.train()  # dropout is off in either mode; gradient checkpointing wants this one
         self.objective = objective
         self.buffer = buffer
         self.optimizer_factory = optimizer

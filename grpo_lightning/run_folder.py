@@ -26,7 +26,7 @@ class RunFolder:
         Raises:
             UsageError: the folder holds a run and `resume` is off, or it cannot be written.
         """
-        newest = self.newest_checkpoint()
+        checkpoints = self.all_checkpoints()
         if not resume and (self.path / "metrics.csv").exists():
             raise UsageError(
                 f"hydra.run.dir={self.path} already holds a run: resume=auto goes on with it, "
@@ -38,12 +38,13 @@ class RunFolder:
             _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         except OSError as error:
             raise UsageError(f"hydra.run.dir={self.path} cannot be written: {error}") from error
-        return newest if resume else None
+        if resume and not checkpoints:
+            self.cut_after(0, 0)  # it was stopped before its first checkpoint: what it wrote will be written again
+        return checkpoints[-1] if resume and checkpoints else None
 
-    def newest_checkpoint(self) -> Path | None:
-        """Checkpoints are named by rollout, so the last by name is the newest."""
-        found = sorted(self.checkpoints.glob("rollout=*.ckpt"))
-        return found[-1] if found else None
+    def all_checkpoints(self) -> list[Path]:
+        """From the oldest to the newest: they are named by rollout."""
+        return sorted(self.checkpoints.glob("rollout=*.ckpt"))
 
     def cut_after(self, step: int, rollout: int) -> None:
         """Remove what a stopped run wrote beyond the checkpoint it is resumed from: rows and files are written anew."""

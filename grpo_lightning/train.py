@@ -5,14 +5,17 @@ import os
 import resource
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_SILENT", "true")  # before wandb is imported; it reads this once
 
 import hydra
 import lightning as L
 import torch
+import transformers
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -30,13 +33,20 @@ from grpo_lightning.sweep import INTERRUPTED, SweepTable, run_child
 log = logging.getLogger(__name__)
 
 
+def _quiet() -> None:
+    """Leave the terminal to this program: what the libraries say about themselves is not news to its user."""
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+
+
 def main() -> None:
     """The command. Exit code 0: done; 1: something happened in the run; 2: wrong usage; 130: interrupted."""
     try:
         sys.argv[1:] = config.normalise(sys.argv[1:])
         arguments = get_args_parser().parse_args(sys.argv[1:])
-        informing = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.version)
-        if not any(informing) and not arguments.shell_completion:
+        informing = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
+        if not any(informing):
             points = config.sweep_points(arguments.overrides) if arguments.multirun else [arguments.overrides]
             for point in points:
                 config.compose_checked([o for o in point if not o.startswith("hydra")])
@@ -61,6 +71,7 @@ def job(cfg: DictConfig) -> float | None:
 
 def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     """Train as `cfg` says in the folder `path`. Returns the summary, which is also written, and the exit code."""
+    _quiet()
     folder, started = RunFolder(path), None
     summary: dict[str, Any] = {"status": "failed", "message": "", **_identity(cfg)}
     code, owns = 1, False
@@ -126,7 +137,7 @@ def _figures(run: Run) -> dict[str, Any]:
     figures = {
         "engine": run.engine.name,
         "steps": run.trainer.global_step,
-        "rollouts": run.rollouts.rollout.number if run.rollouts.rollout else 0,
+        "rollouts": run.trainer.current_epoch,
         "rollouts_without_step": run.recorder.rollouts_without_step,
         "resumed_from_step": run.resumed_from_step,
         "val_accuracy_start": start.get("val/accuracy"),

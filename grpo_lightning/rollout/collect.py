@@ -144,7 +144,7 @@ class Collector:
             [prompt for _, prompt, _, _ in flat],
             [completion for _, _, completion, _ in flat],
             group_ids=[index for index, _, _, _ in flat],
-            keys=[(self.seed, number, index, k) for index, _, _, k in flat],
+            keys=[(self.seed, TRAIN_STREAM, number, index, k) for index, _, _, k in flat],
             decode=self.decode,
         )
         result = self.rewards(batch)

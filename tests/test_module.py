@@ -1,0 +1,174 @@
+"""The optimiser step: invariant to how the minibatch is cut, on-policy ratios, reference policy, nothing to train on."""
+
+import lightning as L
+import pytest
+import torch
+from tests.models import llama
+from torch.utils.data import DataLoader
+
+from grpo_lightning.errors import RunError
+from grpo_lightning.module import GRPOModule
+from grpo_lightning.objective import load_objective
+from grpo_lightning.rollout.buffer import RolloutBuffer, Row
+
+LENGTHS = [(3, 4), (3, 9), (5, 2), (5, 1), (2, 6), (2, 7)]  # prompt and completion tokens; two rows a group
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def make_rows(seed: int = 0, scored_by: torch.nn.Module | None = None) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, (prompt, completion) in enumerate(LENGTHS):
+        ids = torch.randint(3, 11, (prompt + completion,), generator=generator)
+        sign = 2 * REWARDS[number] - 1
+        rows.append(
+            Row(
+                token_ids=ids, loss_mask=torch.arange(len(ids)) >= prompt, start=prompt, group_id=number // 2,
+                prompt_id=number // 2, sampler_logp=torch.zeros(completion), weights_version=0,
+                advantage=torch.full((completion,), sign),
+            )
+        )  # fmt: skip
+    return rows
+
+
+class Fill(L.Callback):
+    """Fills the buffer with fixed rows, as a rollout would."""
+
+    def __init__(self, rows: list[Row], needs_old: bool = False) -> None:
+        self.rows, self.needs_old = rows, needs_old
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if pl_module.reference is not None:
+            for row, logp in zip(self.rows, pl_module.score_logps(self.rows, True), strict=True):
+                row.ref_logp = logp
+        if self.needs_old:
+            for row, logp in zip(self.rows, pl_module.score_logps(self.rows, False), strict=True):
+                row.old_logp = logp
+        pl_module.buffer.fill(self.rows, trainer.current_epoch + 1)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if pl_module.step_metrics:
+            self.metrics.append(pl_module.step_metrics)
+
+
+def fit(rows: list[Row], overrides: list[str], tmp_path, **options) -> tuple[GRPOModule, Fill]:
+    buffer = RolloutBuffer(options.pop("epochs", 1), options.pop("minibatches", 1), seed=0)
+    lr, rollouts = options.pop("lr", 0.1), options.pop("rollouts", 1)
+    reference = llama(1) if options.pop("reference", False) else None
+    module = GRPOModule(
+        options.pop("policy", None) or llama(0),
+        load_objective(overrides),
+        buffer,
+        lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        reference=reference,
+        **({"max_grad_norm": None} | options),
+    )
+    fill = Fill(rows, needs_old=len(buffer) > 1)
+    trainer = L.Trainer(
+        max_epochs=rollouts, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[fill],
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(range(len(buffer)), batch_size=None))
+    return module, fill
+
+
+OBJECTIVES = [
+    (["algorithm=grpo"], True),
+    (["algorithm=dapo", "overlong.max_length=20"], False),
+    (["algorithm=dr_grpo", "loss_norm.length=9"], False),
+    (["algorithm=gspo"], False),
+    (["algorithm=rloo"], False),
+    (["loss_norm=prompt", "kl=k2"], True),
+]
+
+
+@pytest.mark.parametrize("overrides,reference", OBJECTIVES)
+def test_the_step_does_not_depend_on_micro_batches_or_row_order(overrides, reference, tmp_path):
+    steps = []
+    for budget, order in ((10_000, 1), (30, 1), (1, 1), (30, -1)):
+        rows = make_rows()[::order]
+        module, fill = fit(rows, overrides, tmp_path, reference=reference, micro_batch_tokens=budget)
+        steps.append((torch.cat([p.detach().flatten() for p in module.policy.parameters()]), fill.metrics[0]))
+    start = torch.cat([p.detach().flatten() for p in llama(0).parameters()])
+    moved = steps[0][0] - start
+    assert moved.abs().max() > 1e-4
+    for parameters, metrics in steps[1:]:
+        torch.testing.assert_close(parameters - start, moved, rtol=0, atol=1e-5 * float(moved.abs().max()))
+        for name, value in steps[0][1].items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+def test_a_small_step_raises_the_advantage_weighted_log_probability_by_lr_times_the_squared_gradient(tmp_path):
+    # First order: J = mean_i A_i mean_t logp moves by lr * |grad|^2 under plain gradient ascent.
+    lr = 1e-5
+    module, fill = fit(make_rows(), ["kl=none"], tmp_path, lr=lr)
+    start = GRPOModule(llama(0), module.objective, module.buffer, torch.optim.SGD)
+    start.trainer = module.trainer
+    rows = make_rows()
+    change = [
+        float(((new - old) * row.advantage).mean())
+        for row, old, new in zip(rows, start.score_logps(rows, False), module.score_logps(rows, False), strict=True)
+    ]
+    assert sum(change) / len(rows) == pytest.approx(lr * fill.metrics[0]["policy/grad_norm"] ** 2, rel=0.05)
+
+
+def test_the_ratio_is_one_in_the_first_step_and_not_in_the_second(tmp_path):
+    _, once = fit(make_rows(), ["kl=none"], tmp_path)
+    assert once.metrics[0]["policy/ratio_max"] == 1.0
+    module, twice = fit(make_rows(), ["kl=none"], tmp_path, epochs=2)
+    assert len(twice.metrics) == 2 and module.trainer.global_step == 2  # P83: one count per optimiser step
+    assert twice.metrics[0]["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert twice.metrics[1]["policy/ratio_max"] > 1.01
+
+
+def test_kl_is_zero_at_the_start_and_the_reference_stays(tmp_path):
+    policy = llama(1)  # the same weights as the reference of `fit`
+    module, fill = fit(make_rows(), ["kl=k3"], tmp_path, policy=policy, reference=True, rollouts=2)
+    assert fill.metrics[0]["policy/kl"] == pytest.approx(0.0, abs=1e-9)
+    assert fill.metrics[1]["policy/kl"] > 1e-5
+    for kept, original in zip(module.reference.parameters(), llama(1).parameters(), strict=True):
+        assert torch.equal(kept, original) and not kept.requires_grad
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_no_loss_token_means_no_step_even_with_momentum(tmp_path):
+    # T10, P05: all truncated and filtered: no parameter changes.
+    rows = make_rows()
+    for row in rows:
+        row.loss_mask = torch.zeros_like(row.loss_mask)
+    module, fill = fit(rows, ["kl=none"], tmp_path)
+    assert fill.metrics == [] and module.trainer.global_step == 0
+    for now, before in zip(module.policy.parameters(), llama(0).parameters(), strict=True):
+        assert torch.equal(now, before)
+
+
+def test_minibatches_take_one_step_each_and_an_empty_rollout_none(tmp_path):
+    module, fill = fit(make_rows(), ["kl=none"], tmp_path, minibatches=3, epochs=2)
+    assert module.trainer.global_step == 6
+    assert sum(m["update/tokens"] for m in fill.metrics) == 2 * sum(c for _, c in LENGTHS)
+    module, fill = fit([], ["kl=none"], tmp_path)
+    assert module.trainer.global_step == 0
+
+
+def test_the_gradient_norm_is_reported_before_clipping_and_clipped(tmp_path):
+    _, free = fit(make_rows(), ["kl=none"], tmp_path)
+    clipped_module, clipped = fit(make_rows(), ["kl=none"], tmp_path, max_grad_norm=0.01, lr=1.0)
+    assert clipped.metrics[0]["policy/grad_norm"] == pytest.approx(free.metrics[0]["policy/grad_norm"])
+    moved = [n - o for n, o in zip(clipped_module.policy.parameters(), llama(0).parameters(), strict=True)]
+    assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_warm_up_is_counted_in_rollouts(tmp_path):
+    _, fill = fit(make_rows(), ["kl=none"], tmp_path, warmup_rollouts=4, rollouts=6, minibatches=3, lr=0.004)
+    rates = [m["optimizer/lr"] for m in fill.metrics]
+    assert rates == pytest.approx([0.001] * 3 + [0.002] * 3 + [0.003] * 3 + [0.004] * 9)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(tmp_path):
+    rows = make_rows()
+    policy = llama(0)
+    policy.lm_head.weight.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(RunError, match="gradient norm is nan at step 0"):
+        fit(rows, ["kl=none"], tmp_path, policy=policy)

@@ -62,8 +62,9 @@ class File:
         train_rows, held_out_rows = self._rows()
         if self.val_path is not None:
             held_out_rows = self._read([_existing(self.val_path, "data.val_path")])
+        train = self._items(train_rows)
         held_out = None if held_out_rows is None else self._items(held_out_rows)
-        parts = split(self._items(train_rows), eval_prompts, self.distinct, held_out)
+        parts = split(train, eval_prompts, self.distinct, held_out)
         self.duplicates = parts.duplicates
         return parts.train[: self.limit], parts.held_out
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -6,7 +8,7 @@ from grpo_lightning.reward import RewardBatch
 from grpo_lightning.reward.format import Format
 from grpo_lightning.reward.random import Random
 
-DEFAULT = OmegaConf.load("conf/reward/format.yaml").format.pattern
+DEFAULT = OmegaConf.load(Path(__file__).parents[2] / "conf" / "reward" / "format.yaml").format.pattern
 
 
 def formatted(completion: str, pattern: str = DEFAULT, prompt: str = "q") -> float | None:

@@ -29,6 +29,12 @@ def test_chat_template_is_applied_once_with_the_generation_prompt():
         assert (prompt.answer, prompt.columns, prompt.prompt_id) == ("5", {"level": 1}, 0)
 
 
+def test_nothing_is_added_to_what_a_chat_template_writes():
+    prompt = one(Item("2+3", "5"), tokenizer(CHAT.replace("{{ bos_token }}", ""), "bos eos"))
+    assert prompt.text == "[user]2+3</s>[assistant]"
+    assert BOS not in prompt.token_ids and Counter(prompt.token_ids)[EOS] == 1
+
+
 def test_without_a_chat_template_the_text_is_plain():
     assert one(Item("2+3", "5"), tokenizer()).text == "2+3"
     ids = one(Item("2+3", "5"), tokenizer(adds="bos")).token_ids

@@ -134,8 +134,14 @@ def test_usage_errors_pass_through():
     def f(rows: RewardBatch) -> list[float]:
         raise UsageError("what is missing")
 
-    with pytest.raises(UsageError, match="what is missing"):
-        RewardSet({"mine": Fixed(f)})(batch())
+    def g(rows: RewardBatch) -> list[float]:
+        if len(rows) > 1:
+            raise ValueError("one at a time")
+        return f(rows)
+
+    for function in (f, g):
+        with pytest.raises(UsageError, match="what is missing"):
+            RewardSet({"mine": Fixed(function)})(batch())
 
 
 def test_nothing_to_score():

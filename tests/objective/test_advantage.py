@@ -54,10 +54,16 @@ def test_eps_is_added_to_std():
 
 
 def test_a_group_without_spread_is_exactly_zero():
-    # 0.1 added ten times in float32 is not 10 * 0.1: a mean would leave noise that the division by eps makes large
+    # A mean that is off by rounding would leave noise, which the division by eps makes large.
     for name, value in product(("grpo", "dr_grpo", "rloo", "batch_std"), (0.3, 0.95, 1 / 3, 1e8 / 3)):
         assert rows(compose(advantage=name), [value] * 7 + [0.0, 1.0], [0] * 7 + [1, 1])[:7] == [0.0] * 7
+        # the float64 mean of three times 0.1 is not 0.1
+        assert (
+            rows(compose(advantage=name), [0.1] * 3 + [0.0, 1.0], [0] * 3 + [1, 1], dtype=torch.float64)[:3]
+            == [0.0] * 3
+        )
     assert rows(compose(advantage="reinforce_pp"), [0.95] * 7, [0] * 7) == [0.0] * 7
+    assert rows(compose(advantage="reinforce_pp"), [0.1] * 3, [0] * 3, dtype=torch.float64) == [0.0] * 3
 
 
 def test_p13_a_group_of_one_is_an_error_where_a_group_is_the_baseline():

@@ -59,6 +59,7 @@ def test_p19_dynamic_keeps_groups_whose_rewards_differ():
     rewards = torch.tensor([0.3] * 4 + [0.95] * 7 + [0.0, 1, 1, 1] + [NAN, 1.0] + [NAN, 0, 1], dtype=torch.float32)
     ids = torch.tensor([1] * 4 + [2] * 7 + [30] * 4 + [4] * 2 + [50] * 3)
     assert sampling.keep(rewards, ids) == {30, 50}
+    assert sampling.keep(torch.tensor([0.1] * 3, dtype=torch.float64), torch.tensor([1] * 3)) == set()
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     assert sampling.keep(rewards[order], ids[order]) == {30, 50}
     assert (sampling.max_draws, sampling.keep_surplus) == (10, True)

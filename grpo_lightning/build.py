@@ -157,14 +157,15 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
 
 def instantiate(options: Any, where: str) -> Any:
     """Hydra's instantiate; a constructor's complaint becomes one line that names the option."""
-    plain = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
+    # Resolved where the options stand: a copy without its parents would look interpolations up in itself.
+    plain: Any = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else dict(options)
     try:
         target = hydra.utils.get_object(plain.get("_target_", ""))
     except Exception as error:
         raise UsageError(f"{where}._target_={plain.get('_target_')} cannot be imported: {error}") from error
     config.check_types(target, plain, where)
     try:
-        return hydra.utils.instantiate(OmegaConf.create(options), _convert_="all")
+        return hydra.utils.instantiate(plain, _convert_="all")
     except HydraException as error:
         cause = error.__cause__
         if isinstance(cause, UsageError):

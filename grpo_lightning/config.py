@@ -96,9 +96,6 @@ def normalise(arguments: list[str]) -> list[str]:
         return any(argument.startswith(f"{name}=") for argument in arguments)
 
     result = []
-    for group, option in (("data", "file"), ("model", "hf")):
-        if given(f"{group}.path") and not given(group):
-            result.append(f"{group}={option}")
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key == "eval.reward":
@@ -110,9 +107,16 @@ def normalise(arguments: list[str]) -> list[str]:
             earlier = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
             result = [o for o in map(str, earlier) if not o.startswith(("resume=", "hydra.run.dir="))] + result
             argument = "resume=auto"
-            result.append(f"hydra.run.dir={value}")
+            result.append(f"hydra.run.dir={quote(value)}")
         result.append(argument)
-    return result
+    # Last, and so behind flags such as -m: the parser wants the overrides in one piece.
+    implied = [("data", "file"), ("model", "hf")]
+    return result + [f"{g}={option}" for g, option in implied if given(f"{g}.path") and not given(g)]
+
+
+def quote(value: str) -> str:
+    """A value for an override, whatever characters it has (folders of a sweep have = and ,)."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def compose_checked(overrides: list[str]) -> DictConfig:
@@ -272,7 +276,10 @@ def check_types(target: Callable[..., Any], options: dict[str, Any], where: str)
     Raises:
         UsageError: naming the option, e.g. "data.size must be int, got 'abc'".
     """
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    try:
+        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except NameError:  # annotations that their own library imports for type checkers only
+        return
     for name, value in options.items():
         allowed = typing.get_args(hint) or (hint,) if (hint := hints.get(name)) is not None else ()
         if not allowed or not all(kind in (int, float, bool, str, type(None)) for kind in allowed):
@@ -300,12 +307,19 @@ def sweep_points(overrides: list[str], limit: int = 64) -> list[list[str]]:
 
 def register_resolvers() -> None:
     """The two names that conf/train.yaml gives to sweep folders."""
-    OmegaConf.register_new_resolver("sweep_name", lambda: folder_name(_sweep_arguments()), replace=True)
-    OmegaConf.register_new_resolver("job_name", folder_name, replace=True)
+    OmegaConf.register_new_resolver("sweep_name", lambda: folder_name(",".join(_overrides())), replace=True)
+    OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 
 
-def _sweep_arguments() -> str:
-    return ",".join(a for a in sys.argv[1:] if "=" in a and not a.startswith(("hydra.", "-")))
+def _overrides() -> list[str]:
+    return [a for a in sys.argv[1:] if "=" in a and not a.startswith(("hydra", "-"))]
+
+
+def job_name(dirname: str) -> str:
+    """The folder of a sweep's job: what is swept over, or all its overrides where the command line names no sweep."""
+    swept = {o.key_or_group for o in OverridesParser.create().parse_overrides(_overrides()) if o.is_sweep_override()}
+    parts = re.split(r",(?=[^,=]+=)", dirname)
+    return folder_name(",".join(part for part in parts if not swept or part.partition("=")[0] in swept))
 
 
 def folder_name(text: str) -> str:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from grpo_lightning.config import quote
 from grpo_lightning.run_folder import read_summary
 
 
@@ -37,7 +38,7 @@ def run_child() -> float:
     (folder / "summary.json").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "grpo_lightning.train", *hydra.overrides.task,
-        f"hydra.run.dir={folder}", f"sweep={folder.parent.name}", "resume=auto",
+        f"hydra.run.dir={quote(str(folder))}", f"sweep={quote(folder.parent.name)}", "resume=auto",
     ]  # fmt: skip
     code = subprocess.run(command, cwd=hydra.runtime.cwd, env=os.environ).returncode
     if code == INTERRUPTED:

@@ -16,7 +16,7 @@ import hydra
 import lightning as L
 import torch
 import transformers
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -44,7 +44,7 @@ def main() -> None:
     """The command. Exit code 0: done; 1: something happened in the run; 2: wrong usage; 130: interrupted."""
     try:
         sys.argv[1:] = config.normalise(sys.argv[1:])
-        arguments = get_args_parser().parse_args(sys.argv[1:])
+        arguments = get_args(sys.argv[1:])
         informing = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
         if not any(informing):
             points = config.sweep_points(arguments.overrides) if arguments.multirun else [arguments.overrides]

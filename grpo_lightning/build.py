@@ -1,6 +1,5 @@
 """Build a run from its configuration: data, model, rewards, engine, module, callbacks, trainer."""
 
-import importlib.util
 import inspect
 import logging
 import os
@@ -30,6 +29,7 @@ from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.reward import RewardSet
+from grpo_lightning.rollout.auto import auto_choice
 from grpo_lightning.rollout.buffer import RolloutBuffer
 from grpo_lightning.rollout.collect import Collector
 from grpo_lightning.rollout.engine import Engine, SamplingParams
@@ -130,7 +130,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
     )
     rollouts = RolloutCallback(collector, folder)
     evaluation = EvaluationCallback(engine, run_evaluation, every=cfg.eval.every, folder=folder)
-    val_names = "accuracy greedy reward length_mean truncated_fraction".split() + [f"pass@{cfg.eval.samples}"]
+    val_names = ["accuracy", "greedy", "reward", "length_mean", "truncated_fraction", f"pass@{cfg.eval.samples}"]
     recorder = Recorder(folder, [f"val/{name}" for name in val_names])
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
     checkpoint = Checkpoint(folder, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep)
@@ -175,7 +175,7 @@ def instantiate(options: Any, where: str) -> Any:
 
 
 def build_engine(cfg: DictConfig) -> Engine:
-    """The rollout engine; rollout=auto has already been resolved to an engine's options by the configuration."""
+    """The rollout engine of the configuration; what rollout=auto takes is in rollout/auto.py."""
     return instantiate(cfg.rollout.engine, "rollout.engine")
 
 
@@ -245,13 +245,10 @@ def _headline(
     cfg: DictConfig, policy: nn.Module, engine: Engine, trainer: L.Trainer, train: int, val: int, evals: RewardSet
 ) -> str:
     parameters = sum(p.numel() for p in policy.parameters())
-    why = "no GPU" if not torch.cuda.is_available() else "vLLM is not installed" if not _has_vllm() else "as chosen"
+    chosen_by_auto = str(cfg.rollout.engine.get("_target_", "")).endswith(".auto_engine")
+    why = f"rollout=auto: {auto_choice(cfg.trainer.accelerator)[1]}" if chosen_by_auto else "as chosen"
     return (
         f"model {cfg.model.path} ({parameters:,} parameters, {Path(cfg.model.path).name}), "
         f"{type(trainer.accelerator).__name__}, rollouts through {engine.name} ({why}); "
         f"{train} training prompts, {val} held out, validated by {'+'.join(evals.components)}"
     )
-
-
-def _has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None

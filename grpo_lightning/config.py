@@ -80,9 +80,10 @@ PLAIN_BLOCKS = {
     "model": ModelOptions,
 }
 AT_LEAST_ONE = (
-    "rollout.prompts rollout.group_size rollout.max_new_tokens update.epochs update.minibatches "
-    "update.micro_batch_tokens eval.prompts eval.samples eval.every checkpoint.every checkpoint.keep trainer.max_epochs"
-).split()
+    "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "update.epochs", "update.minibatches",
+    "update.micro_batch_tokens", "eval.prompts", "eval.samples", "eval.every", "checkpoint.every", "checkpoint.keep",
+    "trainer.max_epochs",
+)  # fmt: skip
 
 
 def normalise(arguments: list[str]) -> list[str]:
@@ -95,7 +96,7 @@ def normalise(arguments: list[str]) -> list[str]:
     def given(name: str) -> bool:
         return any(argument.startswith(f"{name}=") for argument in arguments)
 
-    result = []
+    result: list[str] = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key == "eval.reward":
@@ -136,9 +137,9 @@ def compose_checked(overrides: list[str]) -> DictConfig:
 def check(cfg: DictConfig) -> Objective:
     """Check the values and pairs of a composed configuration; returns the objective it describes."""
     known = set(_reference_keys([])) | {"sweep", "resume"}
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in known:
-            raise UsageError(f"{key}: no such option{_nearest(str(key), known)}")
+            raise UsageError(f"{key}: no such option{_nearest(key, known)}")
     for name, schema in PLAIN_BLOCKS.items():
         _check_block(cfg, name, schema)
     for name in AT_LEAST_ONE:
@@ -193,7 +194,7 @@ def _check_optimizer(optimizer: DictConfig) -> None:
 
 
 def _check_block(cfg: DictConfig, name: str, schema: type) -> None:
-    block = OmegaConf.to_container(cfg[name], resolve=True)
+    block: Any = OmegaConf.to_container(cfg[name], resolve=True)
     allowed = {f.name for f in fields(schema)}
     for key, value in block.items():
         if key not in allowed:
@@ -247,7 +248,7 @@ def _reference_keys(overrides: list[str], deep: bool = False) -> list[str]:
 
 
 def _paths(node: DictConfig, prefix: str = "") -> Iterable[str]:
-    for key in node:
+    for key in map(str, node):
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or not OmegaConf.is_dict(node[key]):
             if key != "_target_":
                 yield f"{prefix}{key}"

@@ -24,7 +24,9 @@ def resolve_path(path: str) -> str:
     if Path(path).expanduser().is_dir():
         folder = Path(path).expanduser()
         if not (folder / "config.json").exists():
-            raise UsageError(f"model.path={path}: the folder has no config.json, so it is not a Hugging Face model folder")
+            raise UsageError(
+                f"model.path={path}: the folder has no config.json, so it is not a Hugging Face model folder"
+            )
         return str(folder)
     looks_like_folder = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_like_folder:

@@ -57,13 +57,18 @@ class GRPOModule(L.LightningModule):
         self.warmup_rollouts = warmup_rollouts
         if reference is not None:
             reference.requires_grad_(False).eval()
-        object.__setattr__(self, "reference", reference)
+        self._reference = (reference,)  # in a tuple, which torch does not look into
         self.clock = PhaseClock()
         self.tokens_trained = 0
         self.rollout_tokens_trained = 0
         # What the newest optimiser step and the newest rollout measured; the Recorder writes them down.
         self.step_metrics: dict[str, float] = {}
         self.rollout_metrics: dict[str, float] = {}
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """The frozen reference policy."""
+        return self._reference[0]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])

@@ -57,12 +57,12 @@ class RunFolder:
             _write(table, "".join(",".join(row) + "\n" for row in kept))
             self._header = rows[0]
         for folder in (self.rollouts, self.validation):
-            for file in folder.glob("*.jsonl"):
-                if int(file.stem) > rollout:
-                    file.unlink()
+            for written in folder.glob("*.jsonl"):
+                if int(written.stem) > rollout:
+                    written.unlink()
 
     def write_metrics(self, row: dict[str, Any], known: list[str]) -> None:
-        """Append one row and flush it. The header, fixed by the first row, is `known` and whatever else that row has."""
+        """Append one row and flush it. The first row fixes the header: `known` and whatever else that row has."""
         table = self.path / "metrics.csv"
         if self._header is None:
             self._header = list(dict.fromkeys([*known, *row]))

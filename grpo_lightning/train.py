@@ -7,20 +7,22 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+# Read once, when the libraries are imported. Threads that wait by spinning make a run on a busy machine several times
+# slower, since the ones they wait for cannot get a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("WANDB_SILENT", "true")  # before wandb is imported; it reads this once
+os.environ.setdefault("WANDB_SILENT", "true")
 
 import hydra
-import lightning as L
 import torch
 import transformers
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from grpo_lightning import config
@@ -119,13 +121,25 @@ def _fit(run: Run, checkpoint: Path | None) -> None:
     run.trainer.fit(run.module, run.loader, ckpt_path=checkpoint, weights_only=False)
     if run.trainer.state.status == TrainerStatus.FINISHED:
         export = run.folder.checkpoints / "model"
-        run.module.policy.save_pretrained(export)
+        cast(transformers.PreTrainedModel, run.module.policy).save_pretrained(export)
         run.tokenizer.save_pretrained(export)
 
 
 def _identity(cfg: DictConfig) -> dict[str, Any]:
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    groups = "advantage ratio clip kl loss_norm overlong sampling correction entropy reward algorithm".split()
+    groups = [
+        "advantage",
+        "ratio",
+        "clip",
+        "kl",
+        "loss_norm",
+        "overlong",
+        "sampling",
+        "correction",
+        "entropy",
+        "reward",
+        "algorithm",
+    ]
     algorithm = {group: choices.get(group) for group in groups}
     algorithm["reward"] = "+".join(cfg.reward)
     return {"algorithm": algorithm, "engine": None, "seed": cfg.seed}

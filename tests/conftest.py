@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.models import llama
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.train import main
+from tests.models import llama
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -34,7 +34,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         f"model.path={folder / 'model'}", f"data.path={folder / 'sums.jsonl'}", "data.prompt=q", "data.answer=a",
         "rollout.prompts=4", "rollout.group_size=4", "rollout.max_new_tokens=6", "eval.prompts=8", "eval.samples=2",
-        "eval.every=2", "optimizer.lr=0.003", "trainer=cpu", "trainer.max_epochs=3", "checkpoint.every=1", "logger=none",
+        "eval.every=2", "optimizer.lr=0.003", "trainer=cpu", "trainer.max_epochs=3", "checkpoint.every=1",
+        "logger=none",
     ]  # fmt: skip
 
 

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.models import VOCABULARY, gpt2, llama
-from tests.rollout.test_buffer import row
 from torch import nn
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.model import disable_dropout, eos_token_ids, load_policy, load_tokenizer, token_logps
 from grpo_lightning.rollout.buffer import Row, collate
+from tests.models import VOCABULARY, gpt2, llama
+from tests.rollout.test_buffer import row
 
 
 def rows_of(*pairs: tuple[list[int], list[int]]) -> list[Row]:

@@ -1,15 +1,15 @@
-"""The optimiser step: invariant to how the minibatch is cut, on-policy ratios, reference policy, nothing to train on."""
+"""The optimiser step: invariant to how the minibatch is cut, ratios, reference policy, nothing to train on."""
 
 import lightning as L
 import pytest
 import torch
-from tests.models import llama
 from torch.utils.data import DataLoader
 
 from grpo_lightning.errors import RunError
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import load_objective
 from grpo_lightning.rollout.buffer import RolloutBuffer, Row
+from tests.models import llama
 
 LENGTHS = [(3, 4), (3, 9), (5, 2), (5, 1), (2, 6), (2, 7)]  # prompt and completion tokens; two rows a group
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]

@@ -4,7 +4,8 @@ from typing import Any
 
 import lightning as L
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
@@ -77,7 +78,8 @@ class Progress(L.Callback):
             f"length {metrics['val/length_mean']:.1f}",
             soft_wrap=True,
         )
-        for record in callback.samples[: self.samples]:
+        one_each = {record["prompt_id"]: record for record in callback.samples if not record["greedy"]}
+        for record in list(one_each.values())[: self.samples]:
             mark = Text("right ", "green") if record["correct"] else Text("wrong ", "red")
             reward = "none" if record["reward"] is None else f"{record['reward']:g}"
             self.console.print(
@@ -95,8 +97,12 @@ class Progress(L.Callback):
         table = Table(title=f"{trainer.current_epoch} rollouts, {trainer.global_step} optimiser steps")
         for name in ("held-out", "before", "after"):
             table.add_column(name, justify="left" if name == "held-out" else "right")
-        for name, label in (("val/accuracy", "accuracy, sampled"), ("val/greedy", "accuracy, greedy"),
-                            ("val/length_mean", "completion length"), ("val/truncated_fraction", "truncated")):  # fmt: skip
+        for name, label in (
+            ("val/accuracy", "accuracy, sampled"),
+            ("val/greedy", "accuracy, greedy"),
+            ("val/length_mean", "completion length"),
+            ("val/truncated_fraction", "truncated"),
+        ):
             table.add_row(label, f"{callback.start[name]:.3f}", f"{callback.last[name]:.3f}")
         self.console.print(table)
         seconds = pl_module.clock.total

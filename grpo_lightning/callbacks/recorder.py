@@ -76,7 +76,11 @@ class Recorder(L.Callback):
             logger.log_metrics(present, step=row["step"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rollouts_without_step": self.rollouts_without_step, "seconds": self.seconds, "reward": self.reward_mean}
+        return {
+            "rollouts_without_step": self.rollouts_without_step,
+            "seconds": self.seconds,
+            "reward": self.reward_mean,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rollouts_without_step = state_dict["rollouts_without_step"]

@@ -1,6 +1,6 @@
 """Rows of a rollout, and how they are cut: into minibatches of whole groups, and those into micro-batches of rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,8 @@ class Batch:
     ref_logp: Tensor | None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return Batch(**moved)
+        tensors: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 def pad_completions(values: list[Tensor], width: int, fill: float = 0.0) -> Tensor:

@@ -110,7 +110,7 @@ class Collector:
             kept += self._varied(groups)
         if len(kept) < self.prompts_per_rollout:
             log.warning(
-                "rollout %d: %d of %d groups have varied rewards after %d draws (sampling.max_draws); training on those",
+                "rollout %d: %d of %d groups have varied rewards after sampling.max_draws=%d; training on those",
                 number, len(kept), self.prompts_per_rollout, draws,
             )  # fmt: skip
         groups, surplus = kept[: self.prompts_per_rollout], kept[self.prompts_per_rollout :]

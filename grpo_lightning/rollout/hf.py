@@ -1,11 +1,12 @@
 """The in-process rollout engine: the policy itself samples, through transformers, with keyed sampling."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
 from grpo_lightning.rollout.sampling import keyed_uniform, sample_tokens
@@ -78,7 +79,7 @@ class HFEngine:
             uniforms = torch.from_numpy(keyed_uniform(position_keys)).to(device)
             drawn, drawn_logp = sample_tokens(logits, uniforms, params.temperature)
             ended = torch.isin(drawn, eos).cpu().numpy()
-            for row, token, logp, end in zip(live, drawn.tolist(), drawn_logp.tolist(), ended, strict=True):
+            for row, token, logp, end in zip(live.tolist(), drawn.tolist(), drawn_logp.tolist(), ended, strict=True):
                 tokens[row].append(token)
                 logps[row].append(logp)
                 stopped[row] = bool(end)
@@ -120,7 +121,7 @@ def _prefill(
         input_ids=ids,
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=DynamicCache(config=model.config),
+        past_key_values=DynamicCache(config=cast(PreTrainedConfig, model.config)),
         use_cache=True,
         logits_to_keep=1,
     )

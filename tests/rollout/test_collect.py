@@ -145,7 +145,9 @@ def test_surplus_groups_are_kept_for_one_rollout_with_the_old_policy_they_came_f
     engine = FakeEngine(lambda draw: (1, 0, 0, 1) if draw % 3 else (1, 1, 1, 1))  # draws 1,2 4,5 7,8 vary
     made = collector(engine, DYNAMIC)
     first = made.collect(1)
-    assert [g.rows[0].group_id for g in first.groups] == [1, 2, 4] and first.metrics["sampling/groups_kept_for_next"] == 1
+    assert [g.rows[0].group_id for g in first.groups] == [1, 2, 4] and first.metrics[
+        "sampling/groups_kept_for_next"
+    ] == 1
     # The surplus row's old_logp was computed now; the rows trained on right away are this policy's own.
     assert made.scored == [(G, False)] and all(row.old_logp is None for row in first.rows)
     kept = [r for r in first.records if r["status"] == "kept for the next rollout"]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.models import gpt2, llama
 
 from grpo_lightning.rollout.engine import Request, SamplingParams
 from grpo_lightning.rollout.hf import HFEngine
+from tests.models import gpt2, llama
 
 PROMPTS = [(3, 4, 5), (6,), (7, 8, 9, 10, 3), (4, 4)]
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, eos_token_ids=(2, 7))

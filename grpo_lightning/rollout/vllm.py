@@ -1,0 +1,151 @@
+"""The colocated vLLM engine. All that depends on vLLM's version (0.32) is in this file.
+
+vLLM runs inside the trainer's process, so that new weights reach it by reference, through vLLM's own reloading.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from grpo_lightning.errors import RunError, UsageError
+from grpo_lightning.model import resolve_path
+from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+
+MISSING = "rollout=vllm needs vLLM: pip install vllm==0.32.0 (GPU); or rollout=hf"
+
+
+def request_seed(key: tuple[int, ...], n: int) -> int:
+    """The seed of a group, in [0, 2^63): a function of its key alone.
+
+    vLLM gives sample i of a group the seed `seed + i`, and torch's CPU generator reads the lower 32 bits only. So each
+    group has a block of its own there: the last part of the key counts blocks from a place hashed from the others.
+    """
+    block = 1 << (n - 1).bit_length()
+    digest = hashlib.blake2b(repr(tuple(map(int, key[:-1]))).encode(), digest_size=8).digest()
+    high, low = divmod(int.from_bytes(digest), 1 << 32)
+    return (high >> 1) << 32 | (low + int(key[-1])) * block % (1 << 32)
+
+
+class VLLMEngine:
+    """Samples through vLLM in the trainer's process, with weights of its own that `sync` replaces.
+
+    Args:
+        model: what `model.path` names; gives the architecture (and the weights until the first `sync`).
+        precision: the trainer's: 32-true samples in float32, bf16-mixed in bfloat16.
+        max_model_len: the most tokens of prompt and completion together; None: as many as the model allows.
+        gpu_memory_utilization: the share of the GPU's memory for vLLM. On a CPU, VLLM_CPU_KVCACHE_SPACE (GiB) counts.
+
+    Raises:
+        UsageError: vLLM is not installed, or cannot run this model with these options.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self, model: str, precision: str | int, max_model_len: int | None, gpu_memory_utilization: float
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise UsageError(MISSING)
+        if not 0 < gpu_memory_utilization < 1:
+            raise UsageError(f"rollout.engine.gpu_memory_utilization must be in (0, 1), got {gpu_memory_utilization}")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
+        for name, value in {"LOGGING_LEVEL": "ERROR", "NO_USAGE_STATS": "1", "CPU_KVCACHE_SPACE": "1"}.items():
+            os.environ.setdefault(f"VLLM_{name}", value)
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import logs before it has read that
+        # vLLM makes a process group, of this process alone; Lightning then takes the run for a distributed one.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        with _trainer_kept():
+            try:
+                import vllm
+                from vllm.platforms import current_platform
+
+                self._vllm = vllm
+                self._llm = vllm.LLM(
+                    resolve_path(model), skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
+                    dtype="bfloat16" if "bf16" in str(precision) else "float32", max_model_len=max_model_len,
+                    gpu_memory_utilization=gpu_memory_utilization, enforce_eager=current_platform.is_cpu(),
+                    use_tqdm_on_load=False,
+                )  # fmt: skip
+            except (ImportError, ValueError, RuntimeError) as error:
+                reason = " ".join(str(error).split())[:400]
+                raise UsageError(f"rollout=vllm: vLLM could not start with model.path={model}: {reason}") from error
+        # vLLM only warns of weights that a reload did not reach; they would go on sampling as they were.
+        reloading = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
+        reloading.setLevel(logging.WARNING)
+        reloading.addFilter(_stale_weights_are_an_error)
+        self._version: int | None = None
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        # state_dict names a tied output layer too, of which vLLM may hold a packed copy.
+        weights = iter(policy.state_dict().items())
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self._llm.reset_prefix_cache():
+            raise RunError("vLLM did not give up its prefix cache, which holds keys and values of older weights")
+        self._version = version
+
+    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+        if self._version is None:
+            raise RuntimeError("VLLMEngine.generate was called before sync: there are no weights to sample from")
+        greedy, room = params.temperature == 0, self._llm.llm_engine.model_config.max_model_len
+        longest = max((len(request.token_ids) for request in requests), default=0)
+        if longest + params.max_new_tokens > room:
+            raise UsageError(
+                f"a prompt of {longest} tokens and rollout.max_new_tokens={params.max_new_tokens} do not fit in the "
+                f"{room} tokens of vLLM: lower data.max_prompt_tokens or rollout.max_new_tokens, or raise "
+                "rollout.engine.max_model_len as far as the model allows"
+            )
+        if not greedy and not 0.01 <= params.temperature <= 2:
+            raise UsageError(f"rollout.temperature must be in [0.01, 2] with rollout=vllm, got {params.temperature}")
+        samplings = [
+            self._vllm.SamplingParams(
+                n=1 if greedy else request.n, temperature=params.temperature, max_tokens=params.max_new_tokens,
+                seed=request_seed(request.key, request.n), logprobs=0, detokenize=False,
+                stop_token_ids=list(params.eos_token_ids), ignore_eos=True,  # these ids end a completion, and no others
+            )
+            for request in requests
+        ]  # fmt: skip
+        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        outputs = self._llm.generate(prompts, samplings, use_tqdm=False)
+        groups = [[self._completion(sample) for sample in output.outputs] for output in outputs]
+        return [g * r.n if greedy else g for g, r in zip(groups, requests, strict=True)]
+
+    def _completion(self, sample: Any) -> Completion:
+        if sample.finish_reason not in ("stop", "length"):
+            raise RunError(f"vLLM ended a completion with {sample.finish_reason!r} instead of stop or length")
+        ids = list(sample.token_ids)
+        logps = [entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)]
+        return Completion(ids, logps, sample.finish_reason, self._version or 0)
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _trainer_kept() -> Iterator[None]:
+    """vLLM seeds every generator, lowers torch's threads to 1 and sets what child processes preload: put all back."""
+    threads, set_threads, preload = torch.get_num_threads(), torch.set_num_threads, os.environ.get("LD_PRELOAD", "")
+    try:
+        with isolate_rng(include_cuda=torch.cuda.is_available()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.set_num_threads = set_threads  # on a CPU vLLM replaces it by a warning
+        torch.set_num_threads(threads)
+        os.environ["LD_PRELOAD"] = preload
+
+
+def _stale_weights_are_an_error(record: logging.LogRecord) -> bool:
+    if record.levelno < logging.WARNING:
+        return False
+    raise RunError(f"sync with vLLM: {record.getMessage()}")

@@ -69,6 +69,7 @@ class CheckpointOptions:
 class ModelOptions:
     path: str
     lr: float
+    max_new_tokens: int
     attn_implementation: str | None
 
 
@@ -117,7 +118,8 @@ def normalise(arguments: list[str]) -> list[str]:
 
 def quote(value: str) -> str:
     """A value for an override, whatever characters it has (folders of a sweep have = and ,)."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra reads a backslash as an escape only where backslashes stand before a quote.
+    return "'" + re.sub(r"(\\*)(')", r"\1\1\\\2", value) + "'"
 
 
 def compose_checked(overrides: list[str]) -> DictConfig:

@@ -1,9 +1,13 @@
 """A toy model folder, a toy data file, and the command in-process."""
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command does
+
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

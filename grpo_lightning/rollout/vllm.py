@@ -66,13 +66,13 @@ class VLLMEngine:
         with _trainer_kept():
             try:
                 import vllm
-                from vllm.platforms import current_platform
+                from vllm.platforms import current_platform as platform
 
                 self._vllm = vllm
                 self._llm = vllm.LLM(
                     resolve_path(model), skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
                     dtype="bfloat16" if "bf16" in str(precision) else "float32", max_model_len=max_model_len,
-                    gpu_memory_utilization=gpu_memory_utilization, enforce_eager=current_platform.is_cpu(),
+                    gpu_memory_utilization=gpu_memory_utilization, enforce_eager=platform.is_cpu(),
                     use_tqdm_on_load=False,
                 )  # fmt: skip
             except (ImportError, ValueError, RuntimeError) as error:
@@ -85,8 +85,7 @@ class VLLMEngine:
         self._version: int | None = None
 
     def sync(self, policy: nn.Module, version: int) -> None:
-        # state_dict names a tied output layer too, of which vLLM may hold a packed copy.
-        weights = iter(policy.state_dict().items())
+        weights = iter(policy.state_dict().items())  # with a tied output layer, of which vLLM may hold a packed copy
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM did not give up its prefix cache, which holds keys and values of older weights")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_lightning.objective import load_objective
+from grpo_lightning.objective.advantage import ReinforcePP
 from grpo_lightning.objective.kl import K1
 from tests.objective import reference
 from tests.objective.options import OPTIONS, compose, full, mask_of
@@ -187,7 +188,9 @@ def test_equals_the_plain_loop(name):
             continue
         kl = [[dice.random() for _ in range(k)] for k in lengths] if dice.random() < 0.5 else None
         mask = mask_of(lengths, width)
-        objective, keywords = compose(advantage=name), {}
+        objective, keywords, gamma = compose(advantage=name), {}, dice.choice((1.0, 0.7))
+        if name == "reinforce_pp":
+            objective = replace(objective, advantage=ReinforcePP(gamma=gamma))
         if kl:
             objective = replace(objective, kl=K1(beta=1.0, in_reward=True))
             penalty = torch.full(mask.shape, NAN, dtype=torch.float64)
@@ -197,7 +200,7 @@ def test_equals_the_plain_loop(name):
         a = objective.advantages(given, torch.tensor(ids), mask, **keywords)
         assert a.dtype == torch.float64
         assert a[~mask].abs().sum() == 0
-        expected = list(chain.from_iterable(reference.advantages(name, rewards, ids, lengths, kl=kl)))
+        expected = list(chain.from_iterable(reference.advantages(name, rewards, ids, lengths, kl=kl, gamma=gamma)))
         assert a[mask].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.errors import UsageError
 from grpo_lightning.rollout.buffer import Batch
 
+LOGITS_AT_ONCE = 2**24  # 64 MB in float32
 TINY_MODEL = Path(__file__).parent / "models" / "tiny"
 
 
@@ -115,13 +116,21 @@ def token_logps(model: nn.Module, batch: Batch, temperature: float) -> tuple[Ten
         # The logits of position t - 1 score token t: the last prompt position is needed, the last token's is not.
         logits_to_keep=steps + 1,
     )
-    logits = out.logits[:, -steps - 1 : -1].float() / temperature
-    logp_row, entropy_row = [], []
-    for row_logits, row_ids in zip(logits, completion, strict=True):  # row by row: no second [N, T, V] tensor
-        normaliser = row_logits.logsumexp(-1)
-        logp_row.append(row_logits.gather(-1, row_ids.unsqueeze(-1)).squeeze(-1) - normaliser)
-        with torch.no_grad():
-            centred = row_logits - normaliser.unsqueeze(-1)
-            # A logit of -inf (a token the model rules out) has probability 0 and adds no entropy.
-            entropy_row.append(-(centred.exp() * centred.clamp(min=torch.finfo(centred.dtype).min)).sum(-1))
-    return torch.stack(logp_row), torch.stack(entropy_row)
+    logits = out.logits[:, -steps - 1 : -1]
+    # A few rows at a time: no second float32 tensor of all logits, yet few calls where the vocabulary is small.
+    rows = max(1, LOGITS_AT_ONCE // (steps * logits.shape[-1]))
+    parts = [
+        _logp_and_entropy(some.float() / temperature, ids)
+        for some, ids in zip(logits.split(rows), completion.split(rows), strict=True)
+    ]
+    return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _logp_and_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    logp = (logits.gather(-1, token_ids.unsqueeze(-1)) - normaliser).squeeze(-1)
+    with torch.no_grad():
+        all_logp = logits - normaliser
+        # A logit of -inf (a token the model rules out) has probability 0 and adds no entropy.
+        entropy = -(all_logp.exp() * all_logp.clamp(min=torch.finfo(all_logp.dtype).min)).sum(-1)
+    return logp, entropy

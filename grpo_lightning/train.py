@@ -44,6 +44,7 @@ def _quiet() -> None:
 
 def main() -> None:
     """The command. Exit code 0: done; 1: something happened in the run; 2: wrong usage; 130: interrupted."""
+    sys.path.insert(0, os.getcwd())  # a user's own parts lie where the command is typed
     try:
         sys.argv[1:] = config.normalise(sys.argv[1:])
         arguments = get_args(sys.argv[1:])

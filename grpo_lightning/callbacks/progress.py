@@ -1,5 +1,6 @@
 """Progress: what a person watches: a bar, sample completions with their rewards, and a table at the end."""
 
+import math
 from typing import Any
 
 import lightning as L
@@ -54,7 +55,7 @@ class Progress(L.Callback):
         if validated:
             self._accuracy = f"{metrics['val/accuracy']:.3f}"
         values = (
-            f"reward {metrics['reward/mean']:.3f}  accuracy {metrics['train/accuracy']:.3f}  "
+            f"reward {_figure(metrics['reward/mean'])}  accuracy {_figure(metrics['train/accuracy'])}  "
             f"held-out {self._accuracy}  {self._tokens_per_second(trainer, pl_module):,.0f} tok/s"
         )
         if self._bar is not None:
@@ -116,6 +117,10 @@ class Progress(L.Callback):
 
 def _find(trainer: L.Trainer, kind: type) -> Any:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
+
+
+def _figure(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 def _one_line(text: str, width: int) -> str:

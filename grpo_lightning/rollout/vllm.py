@@ -112,8 +112,9 @@ class VLLMEngine:
             )
             for request in requests
         ]  # fmt: skip
-        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-        outputs = self._llm.generate(prompts, samplings, use_tqdm=False)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(r.token_ids)} for r in requests], samplings, use_tqdm=False
+        )
         groups = [[self._completion(sample) for sample in output.outputs] for output in outputs]
         return [g * r.n if greedy else g for g, r in zip(groups, requests, strict=True)]
 

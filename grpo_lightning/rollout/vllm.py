@@ -57,9 +57,8 @@ class VLLMEngine:
             raise UsageError(MISSING)
         if not 0 < gpu_memory_utilization < 1:
             raise UsageError(f"rollout.engine.gpu_memory_utilization must be in (0, 1), got {gpu_memory_utilization}")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
-        for name, value in {"LOGGING_LEVEL": "ERROR", "NO_USAGE_STATS": "1", "CPU_KVCACHE_SPACE": "1"}.items():
-            os.environ.setdefault(f"VLLM_{name}", value)
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        os.environ |= {**defaults, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # read when vLLM is imported
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import logs before it has read that
         # vLLM makes a process group, of this process alone; Lightning then takes the run for a distributed one.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
@@ -112,9 +111,8 @@ class VLLMEngine:
             )
             for request in requests
         ]  # fmt: skip
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(r.token_ids)} for r in requests], samplings, use_tqdm=False
-        )
+        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        outputs = self._llm.generate(prompts, samplings, use_tqdm=False)
         groups = [[self._completion(sample) for sample in output.outputs] for output in outputs]
         return [g * r.n if greedy else g for g, r in zip(groups, requests, strict=True)]
 

@@ -16,6 +16,7 @@ import wandb
 from hydra.errors import HydraException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
@@ -134,18 +135,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
     recorder = Recorder(folder, [f"val/{name}" for name in val_names])
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
     checkpoint = Checkpoint(folder, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep)
-    trainer = L.Trainer(
-        log_every_n_steps=1,
-        **_plain(cfg.trainer),
-        logger=build_loggers(cfg, folder),
-        callbacks=[rollouts, evaluation, recorder, *extra, checkpoint],
-        default_root_dir=folder.path,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in extra),
-        enable_model_summary=False,
-    )
+    trainer = _trainer(cfg, folder, [rollouts, evaluation, recorder, *extra, checkpoint])
     log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
     # The loader yields minibatch numbers; the rows are in the buffer, which the rollout callback fills.
     loader: DataLoader[int] = DataLoader(range(len(buffer)), batch_size=None)  # type: ignore[arg-type]
@@ -172,6 +162,23 @@ def instantiate(options: Any, where: str) -> Any:
             raise cause from error
         message = str(cause or error).strip().splitlines()[0]
         raise UsageError(f"{where}: {message}") from error
+
+
+def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) -> L.Trainer:
+    options = {
+        "log_every_n_steps": 1,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        "default_root_dir": folder.path,
+        **_plain(cfg.trainer),
+    }
+    try:
+        return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder))
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        raise UsageError(f"trainer: {' '.join(str(error).split())}") from error
 
 
 def build_engine(cfg: DictConfig) -> Engine:

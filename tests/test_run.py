@@ -22,6 +22,12 @@ def jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def wandb_records(path: Path) -> list[dict]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def test_a_run_leaves_behind_what_the_readme_says(command, toy, run_dir):
     code, out, _ = command(*toy, "update.minibatches=2", f"hydra.run.dir={run_dir}")
     assert code == 0
@@ -117,6 +123,26 @@ def test_parts_are_exchanged_one_by_one(command, toy, run_dir):
     assert (chosen["advantage"], chosen["clip"], chosen["kl"]) == ("dr_grpo", "higher", "k3")
 
 
+def test_bfloat16_and_a_users_own_callback_that_monitors(command, toy, run_dir):
+    # P77: the held-out accuracy can be monitored. bf16-mixed keeps float32 weights.
+    code, _, err = command(
+        *toy, "trainer.precision=bf16-mixed", "callbacks=default", f"hydra.run.dir={run_dir}",
+        "+callbacks.best._target_=lightning.pytorch.callbacks.ModelCheckpoint", "+callbacks.best.monitor=val/accuracy",
+        f"+callbacks.best.dirpath={run_dir / 'best'}", "+callbacks.best.mode=max",
+    )  # fmt: skip
+    assert code == 0, err
+    assert len(list((run_dir / "best").glob("*.ckpt"))) == 1
+    state = torch.load(run_dir / "checkpoints" / "rollout=000003.ckpt", weights_only=False)
+    assert {v.dtype for v in state["state_dict"].values()} == {torch.float32}
+    first = read(run_dir / "metrics.csv")[0]
+    assert float(first["policy/kl"]) < 1e-3 and float(first["policy/ratio_max"]) == 1.0
+
+
+def test_trainer_options_that_lightning_refuses_are_one_line(command, toy, run_dir):
+    code, _, err = command(*toy, "+trainer.no_such_thing=1", f"hydra.run.dir={run_dir}")
+    assert code == 2 and "no_such_thing" in err and "Traceback" not in err
+
+
 def test_a_rollout_without_varied_groups_takes_no_step_and_is_recorded(command, toy, run_dir):
     code, out, _ = command(
         *toy, "sampling=dynamic", "sampling.max_draws=1", "reward=[format]", "reward.format.pattern='x+'",
@@ -178,7 +204,16 @@ def test_a_sweep_runs_each_job_in_its_own_folder_and_once(toy, tmp_path):
         config = (job / "config.yaml").read_text()
         assert summary["status"] == "completed" and f"seed: {summary['seed']}" in config
         assert f"advantage={summary['algorithm']['advantage']}" in job.name and "sweep: sweep" in config
-        assert len(list((job / "wandb").glob("offline-run-*"))) == 1
+        [offline] = (job / "wandb").glob("offline-run-*/*.wandb")
+        records = wandb_records(offline)
+        # Grouped by the sweep, and every curve is drawn over optimiser steps.
+        assert [r["run"]["run_group"] for r in records if r["type"] == "run"] == ["sweep"]
+        axes = {m["metric"].get("glob_name"): m["metric"].get("step_metric") for m in records if m["type"] == "metric"}
+        assert axes["*"] == "trainer/global_step"
+        history = [r["history"]["item"] for r in records if r["type"] == "history"]
+        logged = [h for h in history if "reward/mean" in h]
+        assert [h["trainer/global_step"] for h in logged] == [1] and "val/accuracy" in logged[0]
+        assert any("rollouts/completions._type" in h for h in history)
     # The first rollout's completions depend on the seed, and not on the advantage.
     assert len({str([r["completion"] for r in jsonl(job / "rollouts" / "000001.jsonl")]) for job in jobs}) == 2
     (jobs[1] / "summary.json").unlink()  # as if it had been killed

@@ -129,7 +129,7 @@ def test_wrong_input_files_end_the_run_before_the_model_is_loaded(command, toy, 
         ([f"data.path={sums}", "data.prompt=q", "data.answer=a", "rollout.prompts=5000"], ["5000", "rollout.prompts"]),
         ([f"data.path={sums}", "data.prompt=q", "data.answer=a", "model.path=./no_model"], ["model.path=./no_model"]),
         ([f"data.path={sums}", "data.prompt=q", "data.answer=a", "data.limit=abc"], ["data.limit", "abc"]),
-        ([f"data.path={sums}", "data.prompt=q", "data.answer=a", "reward=[function]", "reward.function.path=a.f"], ["a.f"]),
+        ([f"data.path={sums}", "data.prompt=q", "data.answer=a", "reward=function", "reward.function.path=f"], ["f"]),
     ]  # fmt: skip
     for number, (options, expected) in enumerate(cases):
         folder = tmp_path / f"run{number}"

@@ -30,7 +30,8 @@ class Progress(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        self._show_validation(trainer)
+        done = trainer.current_epoch
+        self._show_validation(trainer, f"after rollout {done}, from its checkpoint" if done else "before training")
         if self.console.is_terminal:
             self._bar = Bar(
                 TextColumn("[bold]{task.fields[phase]:<9}"),
@@ -43,7 +44,6 @@ class Progress(L.Callback):
                 console=self.console,
             )
             self._bar.start()
-            done = trainer.current_epoch
             task = self._bar.add_task("", total=trainer.max_epochs, completed=done, phase="start", values="")
             bar = self._bar
             pl_module.clock.on_change = lambda phase: bar.update(task, phase=phase)
@@ -62,20 +62,19 @@ class Progress(L.Callback):
             self._bar.update(self._bar.task_ids[0], advance=1, values=values)
         else:
             self.console.print(f"rollout {trainer.current_epoch + 1}/{trainer.max_epochs}  {values}", soft_wrap=True)
-        if validated and trainer.current_epoch + 1 < (trainer.max_epochs or 0):
-            self._show_validation(trainer)
+        if validated:
+            self._show_validation(trainer, f"after rollout {trainer.current_epoch + 1}")
 
     def _tokens_per_second(self, trainer: L.Trainer, pl_module: GRPOModule) -> float:
         seconds = pl_module.clock.total["generate"]
         callback = _find(trainer, RolloutCallback)
         return callback.tokens_this_process / seconds if seconds else 0.0
 
-    def _show_validation(self, trainer: L.Trainer) -> None:
+    def _show_validation(self, trainer: L.Trainer, when: str) -> None:
         callback = _find(trainer, EvaluationCallback)
-        metrics, rollout = callback.last, trainer.current_epoch
-        title = "before training" if not rollout else f"after rollout {rollout + 1}"
+        metrics = callback.last
         self.console.print(
-            f"held-out {title}: accuracy {metrics['val/accuracy']:.3f}, greedy {metrics['val/greedy']:.3f}, "
+            f"held-out {when}: accuracy {metrics['val/accuracy']:.3f}, greedy {metrics['val/greedy']:.3f}, "
             f"length {metrics['val/length_mean']:.1f}",
             soft_wrap=True,
         )
@@ -84,7 +83,7 @@ class Progress(L.Callback):
             mark = Text("right ", "green") if record["correct"] else Text("wrong ", "red")
             reward = "none" if record["reward"] is None else f"{record['reward']:g}"
             self.console.print(
-                Text("  ") + mark + Text(f"reward {reward}  "), Text(_one_line(record["prompt"], 60), "dim"),
+                Text("  ") + mark + Text(f"reward {reward}  "), Text(_end(record["prompt"], 60), "dim"),
                 Text(_one_line(record["completion"], 100)), soft_wrap=True,
             )  # fmt: skip
 
@@ -121,6 +120,11 @@ def _find(trainer: L.Trainer, kind: type) -> Any:
 
 def _figure(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def _end(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else "..." + text[3 - width :]
 
 
 def _one_line(text: str, width: int) -> str:

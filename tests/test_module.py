@@ -1,5 +1,7 @@
 """The optimiser step: invariant to how the minibatch is cut, ratios, reference policy, nothing to train on."""
 
+import math
+
 import lightning as L
 import pytest
 import torch
@@ -55,6 +57,7 @@ class Fill(L.Callback):
 def fit(rows: list[Row], overrides: list[str], tmp_path, **options) -> tuple[GRPOModule, Fill]:
     buffer = RolloutBuffer(options.pop("epochs", 1), options.pop("minibatches", 1), seed=0)
     lr, rollouts = options.pop("lr", 0.1), options.pop("rollouts", 1)
+    make_fill = options.pop("fill", None)
     reference = llama(1) if options.pop("reference", False) else None
     module = GRPOModule(
         options.pop("policy", None) or llama(0),
@@ -64,7 +67,7 @@ def fit(rows: list[Row], overrides: list[str], tmp_path, **options) -> tuple[GRP
         reference=reference,
         **({"max_grad_norm": None} | options),
     )
-    fill = Fill(rows, needs_old=len(buffer) > 1)
+    fill = make_fill(rows) if make_fill else Fill(rows, needs_old=len(buffer) > 1)
     trainer = L.Trainer(
         max_epochs=rollouts, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[fill],
@@ -121,6 +124,26 @@ def test_the_ratio_is_one_in_the_first_step_and_not_in_the_second(tmp_path):
     assert len(twice.metrics) == 2 and module.trainer.global_step == 2  # P83: one count per optimiser step
     assert twice.metrics[0]["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert twice.metrics[1]["policy/ratio_max"] > 1.01
+
+
+class FillSomeOld(Fill):
+    """Half of the rows carry a stored old_logp, as groups kept from the rollout before do."""
+
+    def __init__(self, rows: list[Row], shift: float) -> None:
+        super().__init__(rows)
+        self.shift = shift
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        for row, logp in list(zip(self.rows, pl_module.score_logps(self.rows, False), strict=True))[:3]:
+            row.old_logp = logp - self.shift
+        super().on_train_epoch_start(trainer, pl_module)
+
+
+def test_kept_rows_keep_their_old_policy_beside_fresh_ones(tmp_path):
+    # Stored old_logp = logp - log 2: ratio 2 on those rows' 4 + 9 + 2 tokens, exactly 1 on the other 1 + 6 + 7.
+    _, fill = fit(make_rows(), ["kl=none"], tmp_path, fill=lambda rows: FillSomeOld(rows, math.log(2.0)))
+    assert fill.metrics[0]["ratio/mean"] == pytest.approx((2 * 15 + 14) / 29, rel=1e-5)
+    assert fill.metrics[0]["policy/ratio_max"] == pytest.approx(2.0, rel=1e-5)
 
 
 def test_kl_is_zero_at_the_start_and_the_reference_stays(tmp_path):

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -70,8 +69,8 @@ class Run:
             wandb.finish()
 
 
-def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
-    """Build the run that `cfg` describes: cheap checks of the input first, the model last.
+def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: list[str]) -> Run:
+    """Build the run that `cfg` (composed from `overrides`) describes: cheap checks of the input first, the model last.
 
     Raises:
         UsageError: something in the options or the input files is wrong.
@@ -132,7 +131,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder) -> Run:
     rollouts = RolloutCallback(collector, folder)
     evaluation = EvaluationCallback(engine, run_evaluation, every=cfg.eval.every, folder=folder)
     val_names = ["accuracy", "greedy", "reward", "length_mean", "truncated_fraction", f"pass@{cfg.eval.samples}"]
-    recorder = Recorder(folder, [f"val/{name}" for name in val_names])
+    recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides))
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
     checkpoint = Checkpoint(folder, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep)
     trainer = _trainer(cfg, folder, [rollouts, evaluation, recorder, *extra, checkpoint])
@@ -178,7 +177,8 @@ def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) ->
     try:
         return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder))
     except (TypeError, ValueError, MisconfigurationException) as error:
-        raise UsageError(f"trainer: {' '.join(str(error).split())}") from error
+        hint = "" if torch.cuda.is_available() else " (there is no CUDA GPU here: trainer=cpu)"
+        raise UsageError(f"trainer: {' '.join(str(error).split())}{hint}") from error
 
 
 def build_engine(cfg: DictConfig) -> Engine:
@@ -231,6 +231,13 @@ def _rewards(cfg: DictConfig, has_answers: bool) -> tuple[RewardSet, RewardSet]:
 
 def _optimizer(options: DictConfig) -> Any:
     plain = {k: v for k, v in _plain(options).items() if k not in ("warmup_rollouts", "max_grad_norm")}
+    try:
+        taken = inspect.signature(hydra.utils.get_class(plain["_target_"])).parameters
+    except Exception as error:
+        raise UsageError(f"optimizer._target_={plain['_target_']} cannot be imported: {error}") from error
+    for name in ("betas", "weight_decay"):  # what the default optimiser has and another may not
+        if name not in taken and plain.pop(name, None) is not None:
+            log.info("optimizer._target_=%s takes no %s: left out", plain["_target_"], name)
     factory = instantiate({**plain, "_partial_": True}, "optimizer")
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -254,8 +261,8 @@ def _headline(
     parameters = sum(p.numel() for p in policy.parameters())
     chosen_by_auto = str(cfg.rollout.engine.get("_target_", "")).endswith(".auto_engine")
     why = f"rollout=auto: {auto_choice(cfg.trainer.accelerator)[1]}" if chosen_by_auto else "as chosen"
+    device = trainer.strategy.root_device.type
     return (
-        f"model {cfg.model.path} ({parameters:,} parameters, {Path(cfg.model.path).name}), "
-        f"{type(trainer.accelerator).__name__}, rollouts through {engine.name} ({why}); "
+        f"model {cfg.model.path} ({parameters:,} parameters) on {device}, rollouts through {engine.name} ({why}); "
         f"{train} training prompts, {val} held out, validated by {'+'.join(evals.components)}"
     )

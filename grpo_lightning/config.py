@@ -111,6 +111,12 @@ def normalise(arguments: list[str]) -> list[str]:
             argument = "resume=auto"
             result.append(f"hydra.run.dir={quote(value)}")
         result.append(argument)
+    if "resume=auto" in arguments and not given("hydra.run.dir") and not {"-m", "--multirun"} & set(arguments):
+        raise UsageError(
+            "resume=auto goes on with the run in hydra.run.dir: give hydra.run.dir=FOLDER, or resume=FOLDER"
+        )
+    if given("resume") and not given("hydra.output_subdir"):
+        result.append("hydra.output_subdir=null")  # what the run was started with stays, until this has begun
     # Last, and so behind flags such as -m: the parser wants the overrides in one piece.
     implied = [("data", "file"), ("model", "hf")]
     return result + [f"{g}={option}" for g, option in implied if given(f"{g}.path") and not given(g)]
@@ -142,6 +148,8 @@ def check(cfg: DictConfig) -> Objective:
     for key in map(str, cfg):
         if key not in known:
             raise UsageError(f"{key}: no such option{_nearest(key, known)}")
+    for key in sorted(OmegaConf.missing_keys(cfg)):
+        raise UsageError(f"{key} is missing: give {key}=...")
     for name, schema in PLAIN_BLOCKS.items():
         _check_block(cfg, name, schema)
     for name in AT_LEAST_ONE:
@@ -198,12 +206,10 @@ def _check_optimizer(optimizer: DictConfig) -> None:
 def _check_block(cfg: DictConfig, name: str, schema: type) -> None:
     block: Any = OmegaConf.to_container(cfg[name], resolve=True)
     allowed = {f.name for f in fields(schema)}
-    for key, value in block.items():
+    for key in block:
         if key not in allowed:
             hint = HINTS.get(f"{name}.{key}")
             raise UsageError(f"{name}.{key}: no such option" + (f"; {hint}" if hint else _nearest(key, allowed)))
-        if value == "???":
-            raise UsageError(f"{name}.{key} is missing: give {name}.{key}=...")
     try:
         OmegaConf.merge(OmegaConf.structured(schema), block)
     except OmegaConfBaseException as error:

@@ -71,7 +71,14 @@ class GRPOModule(L.LightningModule):
         return self._reference[0]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return optimizer
+
+    def on_train_start(self) -> None:
+        # A checkpoint brings its own learning rate and the like along; what this run was configured with counts.
+        for group, options in zip(self._optimizer().param_groups, self._options, strict=True):
+            group.update(options)
 
     def on_fit_start(self) -> None:
         if self.reference is not None:
@@ -81,8 +88,8 @@ class GRPOModule(L.LightningModule):
         self.rollout_tokens_trained = 0
         # Derived from the rollout's number, so that nothing about the schedule has to be saved.
         warmup = min(1.0, (self.current_epoch + 1) / self.warmup_rollouts) if self.warmup_rollouts else 1.0
-        for group in self._optimizer().param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * warmup
+        for group, options in zip(self._optimizer().param_groups, self._options, strict=True):
+            group["lr"] = options["lr"] * warmup
 
     def training_step(self, number: Tensor, batch_idx: int) -> None:
         rows = self.buffer.minibatch(int(number))
@@ -169,7 +176,9 @@ class GRPOModule(L.LightningModule):
         return optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["tokens_trained"] = self.tokens_trained
+        checkpoint["tokens_trained"], checkpoint["seconds"] = self.tokens_trained, dict(self.clock.total)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens_trained = checkpoint["tokens_trained"]
+        for phase, seconds in checkpoint["seconds"].items():
+            self.clock.total[phase] += seconds

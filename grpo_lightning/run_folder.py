@@ -18,10 +18,13 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rollouts, self.validation, self.checkpoints = (path / n for n in ("rollouts", "validation", "checkpoints"))
+        self.begun = False
         self._header: list[str] | None = None
 
     def open(self, cfg: DictConfig, resume: bool) -> Path | None:
         """Prepare the folder; returns the newest checkpoint to go on from, or None to start from the beginning.
+
+        Nothing that is there is changed before `begin`.
 
         Raises:
             UsageError: the folder holds a run and `resume` is off, or it cannot be written.
@@ -35,19 +38,30 @@ class RunFolder:
         try:
             for folder in (self.rollouts, self.validation, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
-            _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+            if not checkpoints:
+                _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         except OSError as error:
             raise UsageError(f"hydra.run.dir={self.path} cannot be written: {error}") from error
-        if resume and not checkpoints:
-            self.cut_after(0, 0)  # it was stopped before its first checkpoint: what it wrote will be written again
         return checkpoints[-1] if resume and checkpoints else None
+
+    @staticmethod
+    def rollout_of(checkpoint: Path) -> int:
+        """The rollout that a checkpoint was written after."""
+        return int(checkpoint.stem.partition("=")[2])
 
     def all_checkpoints(self) -> list[Path]:
         """From the oldest to the newest: they are named by rollout."""
         return sorted(self.checkpoints.glob("rollout=*.ckpt"))
 
-    def cut_after(self, step: int, rollout: int) -> None:
-        """Remove what a stopped run wrote beyond the checkpoint it is resumed from: rows and files are written anew."""
+    def begin(self, cfg: DictConfig, overrides: list[str], step: int, rollout: int) -> None:
+        """Training begins, at `step` and after `rollout` (0 and 0, or those of a checkpoint that has been loaded).
+
+        What a stopped run wrote beyond that is removed: it will be written again.
+        """
+        self.begun = True
+        _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        (self.path / ".hydra").mkdir(exist_ok=True)
+        _write(self.path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
         table = self.path / "metrics.csv"
         if table.exists():
             with table.open(newline="") as file:

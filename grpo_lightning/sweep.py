@@ -5,7 +5,6 @@ It works under any Hydra launcher, since it is the job function that starts the 
 """
 
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,13 +39,23 @@ def run_child() -> float:
         sys.executable, "-m", "grpo_lightning.train", *hydra.overrides.task,
         f"hydra.run.dir={quote(str(folder))}", f"sweep={quote(folder.parent.name)}", "resume=auto",
     ]  # fmt: skip
-    code = subprocess.run(command, cwd=hydra.runtime.cwd, env=os.environ).returncode
+    with subprocess.Popen(command, cwd=hydra.runtime.cwd) as child:
+        while (code := _wait(child)) is None:
+            pass
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     return _metric(read_summary(folder))
 
 
 INTERRUPTED = 130
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int | None:
+    """The child's exit code; None at Ctrl-C, which the terminal sends to the child as well: it ends by itself."""
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        return None
 
 
 def _metric(summary: dict[str, Any] | None) -> float:

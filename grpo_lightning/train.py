@@ -29,7 +29,7 @@ from grpo_lightning import config
 from grpo_lightning.build import Run, build
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.objective.load import conf_dir
-from grpo_lightning.run_folder import RunFolder
+from grpo_lightning.run_folder import RunFolder, read_summary
 from grpo_lightning.sweep import INTERRUPTED, SweepTable, run_child
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,10 @@ def main() -> None:
         sys.exit(2)
     config.register_resolvers()
     SweepTable.failed = 0
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+    except KeyboardInterrupt:  # of a sweep: the job that was running has said so
+        sys.exit(INTERRUPTED)
     sys.exit(1 if SweepTable.failed else 0)
 
 
@@ -77,12 +80,14 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     _quiet()
     folder, started = RunFolder(path), None
     summary: dict[str, Any] = {"status": "failed", "message": "", **_identity(cfg)}
-    code, owns = 1, False
+    code = 1
     try:
         objective = config.check(cfg)
         checkpoint = folder.open(cfg, resume=cfg.resume == "auto")
-        owns = True
-        started = build(cfg, objective, folder)
+        if checkpoint and folder.rollout_of(checkpoint) >= cfg.trainer.max_epochs:
+            _say("nothing to do", f"{path} has {folder.rollout_of(checkpoint)} rollouts; raise trainer.max_epochs")
+            return read_summary(path) or {}, 0
+        started = build(cfg, objective, folder, _overrides())
         _fit(started, checkpoint)
         if started.trainer.state.status == TrainerStatus.INTERRUPTED:
             raise KeyboardInterrupt
@@ -94,7 +99,7 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     except (KeyboardInterrupt, SystemExit):
         summary |= {"status": "interrupted", "message": "stopped by the user"}
         code = INTERRUPTED
-        _say("interrupted", "resume=auto with the same hydra.run.dir goes on from the newest checkpoint")
+        _say("interrupted", _how_to_go_on(cfg, folder))
     except Exception as error:
         summary["message"] = _one_line(error)
         if not isinstance(error, RunError):
@@ -105,7 +110,8 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
         if started is not None:
             summary |= _figures(started)
             started.close()
-        if owns or not (path / "summary.json").exists():
+        # A mistake in the command that resumes a run leaves the summary of that run alone.
+        if folder.begun or not (path / "summary.json").exists():
             folder.write_summary(summary)
     if code == 0:
         Console(highlight=False, soft_wrap=True).print(f"run folder: {path}")
@@ -115,7 +121,6 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
 def _fit(run: Run, checkpoint: Path | None) -> None:
     if checkpoint is not None:
         state = torch.load(checkpoint, map_location="cpu", weights_only=False)
-        run.folder.cut_after(state["global_step"], state["epoch"] + 1)
         run.resumed_from_step = state["global_step"]
         log.info("resuming from %s (step %d)", checkpoint, state["global_step"])
     # The checkpoint is this run's own file; it holds plain tensors and the rows of surplus groups.
@@ -124,6 +129,20 @@ def _fit(run: Run, checkpoint: Path | None) -> None:
         export = run.folder.checkpoints / "model"
         cast(transformers.PreTrainedModel, run.module.policy).save_pretrained(export)
         run.tokenizer.save_pretrained(export)
+        for file in export.iterdir():
+            file.chmod(0o644)  # safetensors makes its file readable by its owner alone
+
+
+def _how_to_go_on(cfg: DictConfig, folder: RunFolder) -> str:
+    if cfg.sweep:
+        return "the same sweep typed again goes on"
+    if folder.all_checkpoints():
+        return f"resume={folder.path} goes on from its newest checkpoint"
+    return f"there is no checkpoint yet (checkpoint.every={cfg.checkpoint.every}): the run has to start again"
+
+
+def _overrides() -> list[str]:
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def _identity(cfg: DictConfig) -> dict[str, Any]:
@@ -148,7 +167,8 @@ def _identity(cfg: DictConfig) -> dict[str, Any]:
 
 def _figures(run: Run) -> dict[str, Any]:
     phases = ("generate", "score", "update", "sync", "validate")
-    start, last = run.evaluation.start, run.evaluation.last
+    start = run.evaluation.start
+    last = run.evaluation.last if run.evaluation.rollout else {}  # nothing yet but the validation before training
     figures = {
         "engine": run.engine.name,
         "steps": run.trainer.global_step,

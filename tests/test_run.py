@@ -99,6 +99,24 @@ def test_a_resumed_run_equals_the_run_that_was_never_stopped(command, toy, tmp_p
     assert summary["resumed_from_step"] == 4 and summary["steps"] == 8
 
 
+def test_a_mistake_in_resuming_changes_nothing_and_a_finished_run_stays(command, toy, run_dir):
+    assert command(*toy, "trainer.max_epochs=2", f"hydra.run.dir={run_dir}")[0] == 0
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != "train.log"}
+    for wrong in ("model.path=./nowhere", "seed=7", "clip.epsilon=2"):
+        code, _, err = command(f"resume={run_dir}", "trainer.max_epochs=4", wrong)
+        assert code == 2 and err.count("grpo_lightning:") == 1, err
+    code, _, err = command(f"resume={run_dir}")
+    assert code == 0 and "nothing to do" in err
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != "train.log"} == before
+    # The options given when resuming count, also those that a checkpoint carries along, and are remembered.
+    assert command(f"resume={run_dir}", "trainer.max_epochs=3", "optimizer.lr=0.0007")[0] == 0
+    assert [float(r["optimizer/lr"]) for r in read(run_dir / "metrics.csv")] == [0.003, 0.003, 0.0007]
+    assert command(f"resume={run_dir}", "trainer.max_epochs=4")[0] == 0
+    assert float(read(run_dir / "metrics.csv")[-1]["optimizer/lr"]) == 0.0007
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["rollouts"] == 4 and summary["seconds"]["generate"] > 0
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(command, toy, run_dir):
     assert command(*toy, "trainer.max_epochs=1", f"hydra.run.dir={run_dir}")[0] == 0
     before = (run_dir / "summary.json").read_text()

@@ -43,6 +43,8 @@ WRONG = [
     ("trainer.precision=bf16-true", ["trainer.precision=bf16-true", "bf16-mixed"]),
     ("trainer.devices=2", ["trainer.devices=2"]),
     ("model=hf", ["model.path is missing"]),
+    ("data=file", ["data.path is missing"]),
+    ("resume=auto", ["resume=auto", "hydra.run.dir"]),
     ("ratio=sequence clip=none", ["ratio=sequence", "clip=none"]),
     ("ratio=sequence advantage=reinforce_pp advantage.gamma=0.9", ["ratio=sequence", "advantage=reinforce_pp"]),
 ]

@@ -14,7 +14,8 @@ from grpo_lightning.run_folder import RunFolder
 class EvaluationCallback(L.Callback):
     """Runs `run_evaluation` before the first rollout, after every `every`-th and after the last.
 
-    `start` and `last` are the metrics of the first and the newest evaluation; `samples` the newest records.
+    `start` and `last` are the metrics of the first and the newest evaluation, which came after `rollout`; `samples`
+    are the newest records.
     """
 
     def __init__(
@@ -23,6 +24,7 @@ class EvaluationCallback(L.Callback):
         self.engine, self.run_evaluation, self.every, self.folder = engine, run_evaluation, every, folder
         self.start: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        self.rollout = 0
         self.samples: list[dict[str, Any]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -46,12 +48,12 @@ class EvaluationCallback(L.Callback):
             self.engine.sync(pl_module.policy, trainer.global_step)
         with pl_module.clock("validate"), trainer.precision_plugin.forward_context():
             evaluation = self.run_evaluation()
-        self.last, self.samples = evaluation.metrics, evaluation.records
+        self.last, self.samples, self.rollout = evaluation.metrics, evaluation.records, rollout
         self.folder.write_rows(self.folder.validation, rollout, evaluation.records)
         return evaluation.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"start": self.start, "last": self.last}
+        return {"start": self.start, "last": self.last, "rollout": self.rollout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.start, self.last = state_dict["start"], state_dict["last"]
+        self.start, self.last, self.rollout = state_dict["start"], state_dict["last"], state_dict["rollout"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
@@ -27,20 +27,23 @@ class Progress(L.Callback):
         self.console = Console(highlight=False)
         self._bar: Bar | None = None
         self._accuracy = "-"
+        self._before = (0, 0.0)  # tokens generated and seconds spent on them, up to the rollout before
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
         done = trainer.current_epoch
-        self._show_validation(trainer, f"after rollout {done}, from its checkpoint" if done else "before training")
+        self._before = (_find(trainer, RolloutCallback).tokens_generated, pl_module.clock.total["generate"])
+        if not done:
+            self._show_validation(trainer, "before training")
+        self._accuracy = _figure(_find(trainer, EvaluationCallback).last["val/accuracy"])
         if self.console.is_terminal:
             self._bar = Bar(
-                TextColumn("[bold]{task.fields[phase]:<9}"),
-                TextColumn("rollout {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(),
+                TextColumn("[bold]{task.fields[phase]:<8}"),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=max(5, min(40, self.console.width - 78))),
                 TextColumn("{task.fields[values]}"),
-                TimeElapsedColumn(),
+                TimeRemainingColumn(compact=True),
                 TextColumn("left"),
-                TimeRemainingColumn(elapsed_when_finished=False),
                 console=self.console,
             )
             self._bar.start()
@@ -53,10 +56,10 @@ class Progress(L.Callback):
         metrics = pl_module.rollout_metrics
         validated = "val/accuracy" in metrics
         if validated:
-            self._accuracy = f"{metrics['val/accuracy']:.3f}"
+            self._accuracy = _figure(metrics["val/accuracy"])
         values = (
-            f"reward {_figure(metrics['reward/mean'])}  accuracy {_figure(metrics['train/accuracy'])}  "
-            f"held-out {self._accuracy}  {self._tokens_per_second(trainer, pl_module):,.0f} tok/s"
+            f"reward {_figure(metrics['reward/mean'])} acc {_figure(metrics['train/accuracy'])} "
+            f"held-out {self._accuracy} {self._tokens_per_second(trainer, pl_module):,.0f} tok/s"
         )
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, values=values)
@@ -66,9 +69,11 @@ class Progress(L.Callback):
             self._show_validation(trainer, f"after rollout {trainer.current_epoch + 1}")
 
     def _tokens_per_second(self, trainer: L.Trainer, pl_module: GRPOModule) -> float:
-        seconds = pl_module.clock.total["generate"]
-        callback = _find(trainer, RolloutCallback)
-        return callback.tokens_this_process / seconds if seconds else 0.0
+        """Tokens generated per second of generating, in this rollout."""
+        now = (_find(trainer, RolloutCallback).tokens_generated, pl_module.clock.total["generate"])
+        tokens, seconds = now[0] - self._before[0], now[1] - self._before[1]
+        self._before = now
+        return tokens / seconds if seconds else 0.0
 
     def _show_validation(self, trainer: L.Trainer, when: str) -> None:
         callback = _find(trainer, EvaluationCallback)

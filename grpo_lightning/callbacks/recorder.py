@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -17,10 +18,11 @@ class Recorder(L.Callback):
 
     Args:
         val_names: the metrics of a validation, for the header: they first appear rollouts later.
+        begin: called with the step and the rollout that training begins after, once a checkpoint has been loaded.
     """
 
-    def __init__(self, folder: RunFolder, val_names: list[str]) -> None:
-        self.folder, self.val_names = folder, val_names
+    def __init__(self, folder: RunFolder, val_names: list[str], begin: Callable[[int, int], None]) -> None:
+        self.folder, self.val_names, self.begin = folder, val_names, begin
         self.rollouts_without_step = 0
         self.reward_mean = math.nan
         self.seconds_before = 0.0
@@ -34,6 +36,9 @@ class Recorder(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begin(trainer.global_step, trainer.current_epoch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -15,14 +15,13 @@ log = logging.getLogger(__name__)
 class RolloutCallback(L.Callback):
     """Synchronises the engine with the policy, collects a rollout, fills the module's buffer, writes the rollout file.
 
-    `rollout` is the newest rollout; `tokens_generated` counts over the run, `tokens_this_process` since it was started.
+    `rollout` is the newest rollout; `tokens_generated` counts over the run.
     """
 
     def __init__(self, collector: Collector, folder: RunFolder) -> None:
         self.collector, self.folder = collector, folder
         self.rollout: Rollout | None = None
         self.tokens_generated = 0
-        self.tokens_this_process = 0  # without what a resumed run generated before
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
@@ -32,9 +31,11 @@ class RolloutCallback(L.Callback):
         rollout = self.collector.collect(number)
         for message in dict.fromkeys(rollout.errors):
             log.warning("rollout %d: %s", number, message)
+        for name in self.collector.rewards.components:
+            if rollout.metrics[f"reward/{name}/missing_fraction"] == 1:
+                log.warning("rollout %d: reward.%s gave no score (None or NaN) for any completion", number, name)
         self.rollout = rollout
         self.tokens_generated += rollout.tokens_generated
-        self.tokens_this_process += rollout.tokens_generated
         pl_module.buffer.fill(rollout.rows, number)
         pl_module.rollout_metrics = {"rollout": number, "rollout/tokens": rollout.tokens_generated, **rollout.metrics}
         self.folder.write_rows(self.folder.rollouts, number, rollout.records)

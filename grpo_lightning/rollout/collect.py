@@ -115,11 +115,11 @@ class Collector:
             )  # fmt: skip
         groups, surplus = kept[: self.prompts_per_rollout], kept[self.prompts_per_rollout :]
         self.surplus = surplus if self.objective.sampling.keep_surplus else []
-        with self.clock("score"):
-            self._finish(groups, self.surplus)
         for status, members in (("dropped", drawn), ("kept for the next rollout", self.surplus), ("trained", groups)):
             for row in (row for group in members for row in group.rows):
                 row.record["status"] = status
+        with self.clock("score"):
+            self._finish(groups, self.surplus)
         metrics = rollout_metrics(drawn or groups)
         metrics["sampling/draws"] = draws
         metrics["sampling/groups"] = len(groups)
@@ -222,6 +222,8 @@ class Collector:
             row.advantage = advantage[: row.length].float()
             row.record["shaped_reward"] = _number(shaped)
             row.record["advantage"] = float(row.advantage.mean())
+            if not kept:
+                row.record["status"] = "out of the loss"
             row.loss_mask = torch.arange(len(row.token_ids)) >= row.start if kept else torch.zeros_like(row.loss_mask)
 
     @property

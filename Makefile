@@ -1,5 +1,5 @@
 # make train    the main job: the embedded model learns its task (sets up .venv if needed)
-# make test     every test but the slow ones (likewise)
+# make test     the tests (likewise)
 # make setup    the .venv alone: about 2 GB and 2 to 5 minutes
 # make lint     ruff and mypy
 PYTHON ?= python3

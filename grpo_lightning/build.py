@@ -93,6 +93,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
     PromptStream(prompts, cfg.seed).draw(cfg.rollout.prompts)  # refuses here, before the model, what cannot be drawn
 
     policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
+    _check_room(policy, max(len(p.token_ids) for p in prompts + val_prompts), cfg.rollout.max_new_tokens)
     reference = None
     if objective.needs_reference:
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
@@ -142,6 +143,15 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
         trainer, module, loader, tokenizer, engine, rewards, eval_rewards, rollouts, evaluation, recorder, folder,
         skipped + val_skipped,
     )  # fmt: skip
+
+
+def _check_room(policy: nn.Module, longest_prompt: int, max_new_tokens: int) -> None:
+    room = getattr(policy.config, "max_position_embeddings", None)
+    if isinstance(room, int) and longest_prompt + max_new_tokens > room:
+        raise UsageError(
+            f"a prompt of {longest_prompt} tokens and rollout.max_new_tokens={max_new_tokens} do not fit in the {room} "
+            "positions of the model: lower rollout.max_new_tokens or set data.max_prompt_tokens"
+        )
 
 
 def instantiate(options: Any, where: str) -> Any:

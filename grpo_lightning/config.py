@@ -27,6 +27,8 @@ HINTS = {
     "clipping": "the group is called clip: write clip=...",
     "lr": "did you mean optimizer.lr?",
     "trainer.gradient_clip_val": "use optimizer.max_grad_norm",
+    "trainer.max_steps": "trainer.max_epochs counts rollouts",
+    "trainer.max_time": "trainer.max_epochs counts rollouts",
     "trainer.accumulate_grad_batches": "use update.micro_batch_tokens (it never changes the gradient)",
     **{
         f"rollout.{name}": "training rollouts sample from the full softmax, which the importance ratio assumes"
@@ -104,9 +106,9 @@ def normalise(arguments: list[str]) -> list[str]:
             argument = f"reward@eval.reward={value}"
         if key == "resume" and value not in ("auto", "null", ""):
             folder = Path(value)
-            if not (folder / ".hydra" / "overrides.yaml").exists():
-                raise UsageError(f"resume={value}: no run folder there (it has no .hydra/overrides.yaml)")
-            earlier = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+            if not (folder / "overrides.yaml").exists():
+                raise UsageError(f"resume={value}: no run to go on with there (it has no overrides.yaml)")
+            earlier = OmegaConf.load(folder / "overrides.yaml")
             result = [o for o in map(str, earlier) if not o.startswith(("resume=", "hydra.run.dir="))] + result
             argument = "resume=auto"
             result.append(f"hydra.run.dir={quote(value)}")
@@ -115,8 +117,6 @@ def normalise(arguments: list[str]) -> list[str]:
         raise UsageError(
             "resume=auto goes on with the run in hydra.run.dir: give hydra.run.dir=FOLDER, or resume=FOLDER"
         )
-    if given("resume") and not given("hydra.output_subdir"):
-        result.append("hydra.output_subdir=null")  # what the run was started with stays, until this has begun
     # Last, and so behind flags such as -m: the parser wants the overrides in one piece.
     implied = [("data", "file"), ("model", "hf")]
     return result + [f"{g}={option}" for g, option in implied if given(f"{g}.path") and not given(g)]
@@ -156,8 +156,8 @@ def check(cfg: DictConfig) -> Objective:
         value = OmegaConf.select(cfg, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} must be a whole number of at least 1, got {value}")
-    if not isinstance(cfg.seed, int) or cfg.seed < 0:
-        raise UsageError(f"seed must be a whole number of at least 0, got {cfg.seed}")
+    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
+        raise UsageError(f"seed must be a whole number from 0 to 2^32 - 1, got {cfg.seed}")
     if not 0 < cfg.rollout.temperature < math.inf:
         raise UsageError(
             f"rollout.temperature must be above 0 (rollouts are sampled, not greedy), got {cfg.rollout.temperature}"
@@ -237,7 +237,9 @@ def explain(error: Exception, overrides: list[str]) -> str:
 def _where(key: str, known: list[str]) -> str:
     """Where a dotted key that does not exist might belong."""
     group, _, name = key.rpartition(".")
-    owners = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml") if name in OmegaConf.load(path))
+    owners = sorted(
+        path.stem for path in (conf_dir() / group).glob("*.yaml") if name in list(OmegaConf.load(path).keys())
+    )
     if group and owners:
         return f" of the {group} chosen; it belongs to " + " and ".join(f"{group}={owner}" for owner in owners)
     siblings = [k for k in known if group and k.rpartition(".")[0] == group]
@@ -321,7 +323,7 @@ def register_resolvers() -> None:
 
 
 def _overrides() -> list[str]:
-    return [a for a in sys.argv[1:] if "=" in a and not a.startswith(("hydra", "-"))]
+    return [a for a in sys.argv[1:] if not a.startswith(("hydra", "-"))]
 
 
 def job_name(dirname: str) -> str:

@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts: the one function behind validation during training and evaluate.py."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from grpo_lightning.data.prompts import Prompt
 from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.collect import reward_batch
 from grpo_lightning.rollout.engine import Engine, Request, SamplingParams
+
+log = logging.getLogger(__name__)
 
 EVAL_STREAM = 1  # keeps validation samples apart from those of training under the same seed
 
@@ -47,21 +50,26 @@ def evaluate(
     """
     sampled = _sample(engine, prompts, rewards, replace(params, temperature=1.0), decode, samples, seed)
     greedy = _sample(engine, prompts, rewards, replace(params, temperature=0.0), decode, 1, seed)
-    right = [r["correct"] is True for r in sampled]
-    per_prompt = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
-    scores = [r["reward"] for r in sampled if r["reward"] is not None]
+    # A completion without a verdict (its answer cannot be parsed, say) is neither right nor wrong.
+    per_prompt = [[r["correct"] for r in sampled[i : i + samples]] for i in range(0, len(sampled), samples)]
+    judged = [verdicts for verdicts in per_prompt if None not in verdicts]
     count = len(sampled)
     metrics = {
-        "val/accuracy": sum(right) / count,
-        "val/greedy": sum(r["correct"] is True for r in greedy) / len(greedy),
-        f"val/pass@{samples}": sum(pass_at_k(samples, c, samples) for c in per_prompt) / len(per_prompt),
-        "val/reward": sum(scores) / len(scores) if scores else math.nan,
+        "val/accuracy": _mean([r["correct"] for r in sampled]),
+        "val/greedy": _mean([r["correct"] for r in greedy]),
+        f"val/pass@{samples}": _mean([pass_at_k(samples, sum(verdicts), samples) for verdicts in judged]),
+        "val/reward": _mean([r["reward"] for r in sampled]),
         "val/length_mean": sum(r["length"] for r in sampled) / count,
         "val/truncated_fraction": sum(r["finish_reason"] == "length" for r in sampled) / count,
     }
     for record in greedy:
         record["greedy"] = True
     return Evaluation(metrics, sampled + greedy)
+
+
+def _mean(values: list[Any]) -> float:
+    present = [float(value) for value in values if value is not None]
+    return sum(present) / len(present) if present else math.nan
 
 
 def _sample(
@@ -84,6 +92,8 @@ def _sample(
         decode=decode,
     )
     result = rewards(batch)
+    for message in dict.fromkeys(result.errors):
+        log.warning("validation: %s", message)
     return [
         {
             "prompt": prompt.text,

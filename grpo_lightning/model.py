@@ -29,7 +29,7 @@ def resolve_path(path: str) -> str:
                 f"model.path={path}: the folder has no config.json, so it is not a Hugging Face model folder"
             )
         return str(folder)
-    looks_like_folder = path.startswith((".", "/", "~")) or path.count("/") != 1
+    looks_like_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_like_folder:
         raise UsageError(f"model.path={path}: no such folder; give a Hugging Face folder or an id such as org/name")
     return path
@@ -39,7 +39,9 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of `path`. Padding uses ids directly, so that a tokenizer without a pad token is no trouble."""
     try:
         return AutoTokenizer.from_pretrained(resolve_path(path))
-    except (OSError, ValueError) as error:
+    except UsageError:
+        raise
+    except Exception as error:
         raise UsageError(_load_message(path, "tokenizer", error)) from error
 
 
@@ -53,7 +55,9 @@ def load_policy(path: str, *, attn_implementation: str | None = None) -> nn.Modu
         model = AutoModelForCausalLM.from_pretrained(
             resolve_path(path), dtype=torch.float32, attn_implementation=attn_implementation
         )
-    except (OSError, ValueError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # a damaged file, a missing attention package, no network: all the user's to mend
         raise UsageError(_load_message(path, "model", error)) from error
     disable_dropout(model)
     return model

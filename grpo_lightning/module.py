@@ -143,15 +143,23 @@ class GRPOModule(L.LightningModule):
                 batch.mask,
                 batch.group_ids,
                 ref_logp=batch.ref_logp,
-                weights=weights[indices, : batch.mask.shape[1]].to(self.device),
+                weights=weights[indices, : batch.mask.shape[1]].float().to(self.device),
+                sampler_logp=batch.sampler_logp,
+                entropy=entropy,
             )
             self.manual_backward(out.loss)
             loss += float(out.loss.detach())
-            metrics = dict(out.metrics) | {"policy/entropy": ((entropy * batch.mask).sum(), batch.mask.sum())}
+            # How far the engine's log-probabilities are from the trainer's at the weights that sampled.
+            gap = (old_logp - batch.sampler_logp).abs().where(batch.mask, 0)
+            tokens = batch.mask.sum()
+            metrics = dict(out.metrics) | {
+                "policy/entropy": (entropy.where(batch.mask, 0).sum(), tokens),
+                "sampler/logp_gap_mean": (gap.sum(), tokens),
+            }
             for name, (total, count) in metrics.items():
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + float(total), before[1] + float(count))
-            for name, value in out.maxima.items():
+            for name, value in {**out.maxima, "sampler/logp_gap_max": gap.max()}.items():
                 maxima[name] = max(maxima.get(name, -math.inf), float(value))
         return loss, totals, maxima
 
@@ -177,8 +185,10 @@ class GRPOModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tokens_trained"], checkpoint["seconds"] = self.tokens_trained, dict(self.clock.total)
+        checkpoint["objective"] = self.objective.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens_trained = checkpoint["tokens_trained"]
+        self.objective.load_state_dict(checkpoint["objective"])
         for phase, seconds in checkpoint["seconds"].items():
             self.clock.total[phase] += seconds

@@ -4,12 +4,19 @@ import csv
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_lightning.errors import UsageError
+
+# What a resumed run may change: how long, how fast and how it is shown, and the optimiser's numbers.
+MAY_CHANGE = (
+    "trainer.", "optimizer.", "checkpoint.", "eval.every", "update.micro_batch_tokens", "rollout.engine.", "logger",
+    "callbacks", "resume", "sweep", "model.lr",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -30,11 +37,13 @@ class RunFolder:
             UsageError: the folder holds a run and `resume` is off, or it cannot be written.
         """
         checkpoints = self.all_checkpoints()
-        if not resume and (self.path / "metrics.csv").exists():
+        if not resume and self.holds_run():
             raise UsageError(
                 f"hydra.run.dir={self.path} already holds a run: resume=auto goes on with it, "
                 "another hydra.run.dir starts a new one"
             )
+        if resume and checkpoints:
+            self._check_same(cfg)
         try:
             for folder in (self.rollouts, self.validation, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +52,22 @@ class RunFolder:
         except OSError as error:
             raise UsageError(f"hydra.run.dir={self.path} cannot be written: {error}") from error
         return checkpoints[-1] if resume and checkpoints else None
+
+    def holds_run(self) -> bool:
+        """Whether something was computed here."""
+        return (self.path / "metrics.csv").exists() or any(self.validation.glob("*.jsonl"))
+
+    def _check_same(self, cfg: DictConfig) -> None:
+        """Refuse to go on with another objective, model or data than those the checkpoint was made with."""
+        before = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        now = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(before, dict) and isinstance(now, dict)
+        for key in _differences(before, now):
+            if not key.startswith(MAY_CHANGE):
+                raise UsageError(
+                    f"{key} differs from the run in {self.path}, which can only go on as it was: leave it out, "
+                    "or start a new run in another hydra.run.dir"
+                )
 
     @staticmethod
     def rollout_of(checkpoint: Path) -> int:
@@ -60,8 +85,7 @@ class RunFolder:
         """
         self.begun = True
         _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        (self.path / ".hydra").mkdir(exist_ok=True)
-        _write(self.path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
+        _write(self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
         table = self.path / "metrics.csv"
         if table.exists():
             with table.open(newline="") as file:
@@ -103,9 +127,17 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return json.loads(file.read_text()) if file.exists() else None
 
 
+def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from _differences(before.get(key), now.get(key), f"{prefix}{key}.")
+    elif before != now:
+        yield prefix.rstrip(".")
+
+
 def _write(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".part")
-    beside.write_text(text)
+    beside.write_text(text, encoding="utf-8", errors="backslashreplace")
     beside.replace(path)
 
 

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_lightning.config import quote
@@ -27,13 +28,13 @@ def run_child() -> float:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     name = f"job {hydra.job.num}: {hydra.job.override_dirname or 'defaults'}"
     summary = read_summary(folder)
     if summary and summary["status"] == "completed":
-        console.print(f"[dim]{name}: completed before, skipped[/dim]")
+        console.print(f"{name}: completed before, skipped", style="dim")
         return _metric(summary)
-    console.print(f"[bold]{name}[/bold]")
+    console.print(name, style="bold")
     (folder / "summary.json").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "grpo_lightning.train", *hydra.overrides.task,
@@ -70,7 +71,7 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        table = Table(title=str(folder))
+        table = Table(title=escape(str(folder)))
         for column in ("job", "status", "before", "after", "greedy", "seconds"):
             table.add_column(column, justify="left" if column in ("job", "status") else "right")
         jobs = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
@@ -82,5 +83,5 @@ class SweepTable(Callback):
             cells = ["-" if value is None else f"{value:.3f}" for value in figures]
             seconds = (summary.get("seconds") or {}).get("total")
             status = summary["status"] + (f": {summary['message']}" if summary["status"] == "failed" else "")
-            table.add_row(job.name, status, *cells, "-" if seconds is None else f"{seconds:.0f}")
+            table.add_row(escape(job.name), escape(status), *cells, "-" if seconds is None else f"{seconds:.0f}")
         Console(highlight=False).print(table)

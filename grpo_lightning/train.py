@@ -1,5 +1,6 @@
 """`python train.py ...` and `grpo-train ...`: compose, check, run, return the metric."""
 
+import contextlib
 import logging
 import os
 import resource
@@ -42,6 +43,13 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
 
 
+# The rest of summary.json; null in a run that failed before it was built.
+FIGURES = (
+    "steps", "rollouts", "resumed_from_step", "val_accuracy_start", "val_accuracy", "val_greedy_start", "val_greedy",
+    "reward_mean", "tokens_generated", "tokens_trained", "seconds", "peak_rss_gb",
+)  # fmt: skip
+
+
 def main() -> None:
     """The command. Exit code 0: done; 1: something happened in the run; 2: wrong usage; 130: interrupted."""
     sys.path.insert(0, os.getcwd())  # a user's own parts lie where the command is typed
@@ -79,14 +87,16 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     """Train as `cfg` says in the folder `path`. Returns the summary, which is also written, and the exit code."""
     _quiet()
     folder, started = RunFolder(path), None
-    summary: dict[str, Any] = {"status": "failed", "message": "", **_identity(cfg)}
+    summary: dict[str, Any] = {"status": "failed", "message": "", **_identity(cfg), **dict.fromkeys(FIGURES)}
     code = 1
     try:
         objective = config.check(cfg)
         checkpoint = folder.open(cfg, resume=cfg.resume == "auto")
-        if checkpoint and folder.rollout_of(checkpoint) >= cfg.trainer.max_epochs:
-            _say("nothing to do", f"{path} has {folder.rollout_of(checkpoint)} rollouts; raise trainer.max_epochs")
-            return read_summary(path) or {}, 0
+        earlier = read_summary(path) or {}
+        done = folder.rollout_of(checkpoint) if checkpoint else 0
+        if done >= cfg.trainer.max_epochs and earlier.get("status") == "completed":
+            _say("nothing to do", f"{path} has {done} rollouts; raise trainer.max_epochs")
+            return earlier, 0
         started = build(cfg, objective, folder, _overrides())
         _fit(started, checkpoint)
         if started.trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -103,26 +113,39 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     except Exception as error:
         summary["message"] = _one_line(error)
         if not isinstance(error, RunError):
-            (path / "traceback.txt").write_text(traceback.format_exc())
-            summary["message"] += f" (see {path / 'traceback.txt'})"
+            with contextlib.suppress(OSError):  # a full disk is no reason to say nothing
+                (path / "traceback.txt").write_text(traceback.format_exc())
+                summary["message"] += f" (see {path / 'traceback.txt'})"
         _say("the run failed", summary["message"])
     finally:
         if started is not None:
             summary |= _figures(started)
             started.close()
         # A mistake in the command that resumes a run leaves the summary of that run alone.
-        if folder.begun or not (path / "summary.json").exists():
-            folder.write_summary(summary)
+        if folder.begun or code == 0 or not folder.holds_run():
+            try:
+                folder.write_summary(summary)
+            except OSError as error:
+                _say("summary.json could not be written", error)
     if code == 0:
-        Console(highlight=False, soft_wrap=True).print(f"run folder: {path}")
+        Console(highlight=False, soft_wrap=True, markup=False).print(f"run folder: {path}")
     return summary, code
 
 
 def _fit(run: Run, checkpoint: Path | None) -> None:
-    if checkpoint is not None:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    while checkpoint is not None:
+        try:
+            state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+        except Exception as error:
+            log.warning("%s cannot be read (%s); trying the one before", checkpoint, _one_line(error))
+            older = [path for path in run.folder.all_checkpoints() if path < checkpoint]
+            if not older:
+                raise RunError(f"{checkpoint} cannot be read and there is no older one: {error}") from error
+            checkpoint = older[-1]
+            continue
         run.resumed_from_step = state["global_step"]
         log.info("resuming from %s (step %d)", checkpoint, state["global_step"])
+        break
     # The checkpoint is this run's own file; it holds plain tensors and the rows of surplus groups.
     run.trainer.fit(run.module, run.loader, ckpt_path=checkpoint, weights_only=False)
     if run.trainer.state.status == TrainerStatus.FINISHED:

@@ -108,7 +108,11 @@ def test_weights_are_float32_whatever_the_folder_holds(tmp_path):
 
 
 def test_a_path_that_cannot_be_loaded_is_one_line(tmp_path):
-    for path, match in (("./nowhere", "no such folder"), (str(tmp_path), "no config.json"), ("gpt", "no such folder")):
+    for path, match in (
+        ("./nowhere", "no such folder"),
+        (str(tmp_path), "no config.json"),
+        ("a/b/c", "no such folder"),
+    ):
         with pytest.raises(UsageError, match=match) as caught:
             load_policy(path)
         assert path in str(caught.value) and "\n" not in str(caught.value)

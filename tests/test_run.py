@@ -10,6 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_lightning.build import build
+from grpo_lightning.config import check, compose_checked, normalise
+from grpo_lightning.run_folder import RunFolder
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -57,6 +61,9 @@ def test_a_run_leaves_behind_what_the_readme_says(command, toy, run_dir):
             assert record["reward"] == float(bool(numbers) and int(numbers[-1]) == int(record["answer"]))
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["engine"] == "hf" and summary["steps"] == 6
+    assert summary["tokens_trained"] == sum(int(r["update/tokens"]) for r in rows) == summary["tokens_generated"]
+    greedy = [r["correct"] for r in jsonl(run_dir / "validation" / "000003.jsonl") if r["greedy"]]
+    assert summary["val_greedy"] == pytest.approx(sum(greedy) / len(greedy)) and len(greedy) == 8
     assert summary["rollouts"] == 3 and summary["resumed_from_step"] == 0 and summary["seed"] == 0
     assert summary["algorithm"]["advantage"] == "grpo" and summary["algorithm"]["reward"] == "exact"
     assert summary["tokens_generated"] == sum(r["length"] for rollout in records for r in rollout)
@@ -102,9 +109,10 @@ def test_a_resumed_run_equals_the_run_that_was_never_stopped(command, toy, tmp_p
 def test_a_mistake_in_resuming_changes_nothing_and_a_finished_run_stays(command, toy, run_dir):
     assert command(*toy, "trainer.max_epochs=2", f"hydra.run.dir={run_dir}")[0] == 0
     before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != "train.log"}
-    for wrong in ("model.path=./nowhere", "seed=7", "clip.epsilon=2"):
+    for wrong in ("model.path=./nowhere", "seed=7", "clip.epsilon=2", "kl=none", "eval.samples=3"):
         code, _, err = command(f"resume={run_dir}", "trainer.max_epochs=4", wrong)
         assert code == 2 and err.count("grpo_lightning:") == 1, err
+    assert command(*toy, "seed=5", f"hydra.run.dir={run_dir}")[0] == 2
     code, _, err = command(f"resume={run_dir}")
     assert code == 0 and "nothing to do" in err
     assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != "train.log"} == before
@@ -115,6 +123,45 @@ def test_a_mistake_in_resuming_changes_nothing_and_a_finished_run_stays(command,
     assert float(read(run_dir / "metrics.csv")[-1]["optimizer/lr"]) == 0.0007
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["rollouts"] == 4 and summary["seconds"]["generate"] > 0
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(command, toy, run_dir):
+    assert command(*toy, f"hydra.run.dir={run_dir}")[0] == 0
+    newest = run_dir / "checkpoints" / "rollout=000003.ckpt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    (run_dir / "summary.json").unlink()
+    before = read(run_dir / "metrics.csv")
+    code, out, err = command(f"resume={run_dir}")
+    assert code == 0 and "rollout=000003.ckpt cannot be read" in out + err
+    assert json.loads((run_dir / "summary.json").read_text())["resumed_from_step"] == 2
+    assert [r["reward/mean"] for r in read(run_dir / "metrics.csv")] == [r["reward/mean"] for r in before]
+
+
+def test_sampler_and_trainer_agree_at_another_temperature_and_after_updates(command, toy, run_dir):
+    code, _, err = command(*toy, "rollout.temperature=0.6", "update.minibatches=2", f"hydra.run.dir={run_dir}")
+    assert code == 0, err
+    rows = read(run_dir / "metrics.csv")
+    assert max(float(r["sampler/logp_gap_max"]) for r in rows) < 1e-4
+    # The first step of a rollout is on the policy that sampled; the second is not.
+    assert all(float(r["policy/ratio_max"]) < 1.0001 for r in rows[::2])
+    assert any(float(r["policy/ratio_max"]) > 1.0001 for r in rows[1::2])
+
+
+def test_every_option_of_the_configuration_reaches_its_place(toy, tmp_path):
+    options = [
+        "update.epochs=2", "update.micro_batch_tokens=77", "optimizer.warmup_rollouts=3", "optimizer.max_grad_norm=0.5",
+        "seed=11", "rollout.temperature=0.9", "rollout.max_new_tokens=5",
+    ]  # fmt: skip
+    cfg = compose_checked(normalise([*toy, *options]))
+    run = build(cfg, check(cfg), RunFolder(tmp_path), [])
+    module, collector = run.module, run.rollouts.collector
+    assert (module.temperature, module.micro_batch_tokens, module.max_grad_norm) == (0.9, 77, 0.5)
+    assert module.warmup_rollouts == 3 and len(module.buffer) == 2 and module.buffer.seed == 11
+    assert collector.needs_old_logp and collector.seed == 11 and collector.sampling.max_new_tokens == 5
+    assert (collector.sampling.temperature, collector.sampling.eos_token_ids) == (0.9, (2,))
+    assert run.evaluation.run_evaluation.keywords == {"samples": 2, "seed": 11}
+    assert len(run.evaluation.run_evaluation.args[1]) == 8 and run.trainer.max_epochs == 3
+    run.close()
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(command, toy, run_dir):

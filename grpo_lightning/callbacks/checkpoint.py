@@ -15,6 +15,9 @@ class Checkpoint(L.Callback):
         rollout = trainer.current_epoch + 1
         if rollout % self.every and rollout != trainer.max_epochs:
             return
-        trainer.save_checkpoint(self.folder.checkpoints / f"rollout={rollout:06d}.ckpt")
+        path = self.folder.checkpoints / f"rollout={rollout:06d}.ckpt"
+        beside = path.with_suffix(".part")
+        trainer.save_checkpoint(beside)
+        beside.replace(path)  # in one step: a checkpoint that was cut off never has a checkpoint's name
         for old in self.folder.all_checkpoints()[: -self.keep]:
             old.unlink()

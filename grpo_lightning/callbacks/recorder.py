@@ -38,7 +38,9 @@ class Recorder(L.Callback):
         self._started = time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
         self.begin(trainer.global_step, trainer.current_epoch)
+        pl_module.clock.lap()  # the validation before training belongs to no rollout
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,7 +58,9 @@ class Recorder(L.Callback):
         metrics = pl_module.rollout_metrics
         self.reward_mean = metrics["reward/mean"]
         if self._pending is None:
+            # No optimiser step, no row; the loggers still show what the rollout was like.
             self.rollouts_without_step += 1
+            self._log(trainer, metrics | {"sampling/rollouts_without_step": self.rollouts_without_step})
             return
         generate, update = times["time/generate_s"], times["time/update_s"]
         self._pending |= metrics | times
@@ -68,6 +72,10 @@ class Recorder(L.Callback):
         }
         self._write(trainer, pl_module)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        self._write(trainer, pl_module)  # the row of a step that was taken
+
     def _write(self, trainer: L.Trainer, pl_module: GRPOModule) -> None:
         if self._pending is None:
             return
@@ -76,9 +84,12 @@ class Recorder(L.Callback):
         known += [f"time/{phase}_s" for phase in PHASES]
         known += ["time/total_s", "speed/generated_tokens_per_s", "speed/trained_tokens_per_s"]
         self.folder.write_metrics(row, [*known, "sampling/rollouts_without_step"])
+        self._log(trainer, row)
+
+    def _log(self, trainer: L.Trainer, row: dict[str, Any]) -> None:
         present = {k: v for k, v in row.items() if not (isinstance(v, float) and math.isnan(v))}
         for logger in trainer.loggers:
-            logger.log_metrics(present, step=row["step"])
+            logger.log_metrics(present, step=row.get("step", trainer.global_step))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -28,7 +28,8 @@ class RolloutCallback(L.Callback):
         number = trainer.current_epoch + 1
         with pl_module.clock("sync"):
             self.collector.engine.sync(pl_module.policy, trainer.global_step)
-        rollout = self.collector.collect(number)
+        with trainer.precision_plugin.forward_context():  # the sampler computes as the trainer does
+            rollout = self.collector.collect(number)
         for message in dict.fromkeys(rollout.errors):
             log.warning("rollout %d: %s", number, message)
         for name in self.collector.rewards.components:

@@ -49,7 +49,7 @@ class Function:
         self._parameters = inspect.signature(self.function).parameters
 
     def __call__(self, batch: RewardBatch) -> Any:
-        offered: dict[str, Any] = {"answer": batch.answers, **batch.columns, **self.kwargs}
+        offered: dict[str, Any] = {**batch.columns, "answer": batch.answers, **self.kwargs}
         offered |= {
             "prompts": batch.prompts,
             "completions": batch.completions,

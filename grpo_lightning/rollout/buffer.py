@@ -55,6 +55,7 @@ class Batch:
     mask: Tensor
     group_ids: Tensor
     advantages: Tensor | None
+    sampler_logp: Tensor
     old_logp: Tensor | None
     fresh: Tensor
     ref_logp: Tensor | None
@@ -105,6 +106,7 @@ def collate(rows: list[Row]) -> Batch:
         mask=mask,
         group_ids=group_ids,
         advantages=padded([row.advantage for row in rows]),
+        sampler_logp=pad_completions([row.sampler_logp for row in rows], mask.shape[1]),
         old_logp=padded([row.old_logp for row in rows]),
         fresh=torch.tensor([row.old_logp is None for row in rows]),
         ref_logp=padded([row.ref_logp for row in rows]),

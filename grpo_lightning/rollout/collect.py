@@ -215,7 +215,13 @@ class Collector:
             ref = pad_completions([_present(row.ref_logp) for row in rows], width)
             kl_penalty = self.objective.kl_penalty(old, ref, mask)
         advantages = self.objective.advantages(
-            rewards, torch.tensor([row.group_id for row in rows]), mask, kl_penalty=kl_penalty
+            rewards,
+            torch.tensor([row.group_id for row in rows]),
+            mask,
+            kl_penalty=kl_penalty,
+            correct=torch.tensor([value is True for group in groups for value in group.correct]),
+            components={n: torch.cat([group.components[n] for group in groups]) for n in groups[0].components},
+            prompt_ids=torch.tensor([row.prompt_id for row in rows]),
         )
         keep = self.objective.keep_rows(rewards, truncated)
         for row, advantage, shaped, kept in zip(rows, advantages, rewards.tolist(), keep.tolist(), strict=True):

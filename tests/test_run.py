@@ -138,7 +138,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(command, toy, run_dir
 
 
 def test_sampler_and_trainer_agree_at_another_temperature_and_after_updates(command, toy, run_dir):
-    code, _, err = command(*toy, "rollout.temperature=0.6", "update.minibatches=2", f"hydra.run.dir={run_dir}")
+    options = ["rollout.temperature=0.6", "update.minibatches=2", "reward=[random]", "eval.reward=exact"]
+    code, _, err = command(*toy, *options, f"hydra.run.dir={run_dir}")
     assert code == 0, err
     rows = read(run_dir / "metrics.csv")
     assert max(float(r["sampler/logp_gap_max"]) for r in rows) < 1e-4

@@ -229,6 +229,17 @@ def test_the_training_reward_and_the_checker_of_validation_may_differ(command, t
     assert 0.1 < float(row["reward/random/mean"]) < 0.9 and float(row["val/accuracy"]) < 0.5
 
 
+def test_validation_leaves_training_as_it_is(command, toy, tmp_path):
+    # P71: with and without validations in between, and with another checker, training gives the same numbers.
+    for name, options in (("often", ["eval.every=1"]), ("seldom", ["eval.every=3", "eval.reward=math"])):
+        assert command(*toy, *options, f"hydra.run.dir={tmp_path / name}")[0] == 0
+    often, seldom = (read(tmp_path / name / "metrics.csv") for name in ("often", "seldom"))
+    for left, right in zip(often, seldom, strict=True):
+        assert {k: v for k, v in left.items() if not k.startswith(("val/", "time/", "speed/"))} == {
+            k: v for k, v in right.items() if not k.startswith(("val/", "time/", "speed/"))
+        }
+
+
 def test_a_reward_that_raises_ends_the_run_and_keeps_what_was(command, toy, run_dir, tmp_path, monkeypatch):
     (tmp_path / "broken_reward.py").write_text(
         "calls = 0\n"

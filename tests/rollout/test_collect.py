@@ -115,6 +115,16 @@ def test_records_hold_every_completion_with_its_reward_and_advantage():
     assert [r["correct"] for r in rollout.records[:G]] == [True, False, None, True]
 
 
+def test_the_sampled_ids_are_trained_on_whatever_they_decode_to():
+    # P38: two different token sequences decode to the same text; decoding and encoding again would lose one.
+    engine = FakeEngine(lambda draw: (1, 0, 3, 1), length=lambda draw, k: k)
+    rollout = collector(engine, decode=lambda ids: "hello").collect(1)
+    for group in rollout.groups:
+        for k, row in enumerate(group.rows):
+            assert row.token_ids.tolist() == [1, 2, 3, (1, 0, 3, 1)[k], *[9] * k]
+            assert len(row.sampler_logp) == row.length == 1 + k and row.record["completion"] == "hello"
+
+
 def test_a_missing_reward_leaves_the_statistics_and_the_loss():
     # P22: [1, None, 0, 1] without std: .333, 0, -.667, .333
     rollout = collector(FakeEngine(lambda draw: (1, 99, 0, 1)), ["kl=none", "advantage=dr_grpo"]).collect(1)

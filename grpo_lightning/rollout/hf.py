@@ -76,7 +76,8 @@ class HFEngine:
 
         for position in range(params.max_new_tokens):
             position_keys = np.column_stack([keys[live], np.full(len(live), position)])
-            uniforms = torch.from_numpy(keyed_uniform(position_keys)).to(device)
+            uniforms = torch.from_numpy(keyed_uniform(position_keys))
+            uniforms = uniforms if device.type == "mps" else uniforms.to(device)
             drawn, drawn_logp = sample_tokens(logits, uniforms, params.temperature)
             ended = torch.isin(drawn, eos).cpu().numpy()
             for row, token, logp, end in zip(live.tolist(), drawn.tolist(), drawn_logp.tolist(), ended, strict=True):

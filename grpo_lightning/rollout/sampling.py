@@ -45,6 +45,9 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple
         tokens [N] int64 and their log-probabilities [N] float32 under the distribution sampled from
         (at temperature 0: under softmax(logits)).
     """
+    device = logits.device
+    if device.type == "mps":  # which has no float64
+        logits, uniforms = logits.cpu(), uniforms.cpu()
     logp = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logits.argmax(-1)
@@ -53,4 +56,5 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple
         # right=True: the first token whose cumulative mass exceeds u, so a token of probability 0 is never drawn.
         target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
-    return tokens, logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+    drawn_logp = logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+    return tokens.to(device), drawn_logp.to(device)

@@ -68,6 +68,13 @@ def test_samples_of_a_group_differ_and_the_key_decides_them():
     assert [c.token_ids for c in other] != [c.token_ids for c in first]
 
 
+def test_every_position_draws_its_own_number():
+    # A nearly flat distribution: with one number for all positions a completion would repeat one token.
+    flat = llama(initializer_range=1e-4)
+    [group] = engine(flat).generate([Request(PROMPTS[0], (1,), 16)], SamplingParams(12, 1.0, ()))
+    assert all(len(set(c.token_ids)) > 4 for c in group)
+
+
 def test_generation_uses_the_synchronised_weights_and_leaves_the_model_as_it_was():
     first, second = llama(0), llama(1)
     first.train()

@@ -124,7 +124,7 @@ def token_logps(model: nn.Module, batch: Batch, temperature: float) -> tuple[Ten
     # A few rows at a time: no second float32 tensor of all logits, yet few calls where the vocabulary is small.
     rows = max(1, LOGITS_AT_ONCE // (steps * logits.shape[-1]))
     parts = [
-        _logp_and_entropy(some.float() / temperature, ids)
+        _logp_and_entropy(some.float() if temperature == 1 else some.float() / temperature, ids)
         for some, ids in zip(logits.split(rows), completion.split(rows), strict=True)
     ]
     return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])

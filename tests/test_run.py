@@ -231,8 +231,11 @@ def test_the_training_reward_and_the_checker_of_validation_may_differ(command, t
 
 def test_validation_leaves_training_as_it_is(command, toy, tmp_path):
     # P71: with and without validations in between, and with another checker, training gives the same numbers.
-    for name, options in (("often", ["eval.every=1"]), ("seldom", ["eval.every=3", "eval.reward=math"])):
-        assert command(*toy, *options, f"hydra.run.dir={tmp_path / name}")[0] == 0
+    for name, options in (
+        ("often", ["eval.every=1", "eval.reward=exact"]),
+        ("seldom", ["eval.every=3", "eval.reward=math"]),
+    ):
+        assert command(*toy, "reward=[random]", *options, f"hydra.run.dir={tmp_path / name}")[0] == 0
     often, seldom = (read(tmp_path / name / "metrics.csv") for name in ("often", "seldom"))
     for left, right in zip(often, seldom, strict=True):
         assert {k: v for k, v in left.items() if not k.startswith(("val/", "time/", "speed/"))} == {

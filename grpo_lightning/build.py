@@ -63,8 +63,6 @@ class Run:
         self.engine.close()
         self.rewards.close()
         self.eval_rewards.close()
-        for logger in self.trainer.loggers:
-            logger.finalize("success")
         if wandb.run is not None:
             wandb.finish()
 
@@ -90,7 +88,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
     if skipped + val_skipped:
         log.warning("%d prompts are longer than data.max_prompt_tokens and were skipped", skipped + val_skipped)
     stream = PromptStream(prompts, cfg.seed)
-    PromptStream(prompts, cfg.seed).draw(cfg.rollout.prompts)  # refuses here, before the model, what cannot be drawn
+    stream.check(cfg.rollout.prompts)
 
     policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     _check_room(policy, max(len(p.token_ids) for p in prompts + val_prompts), cfg.rollout.max_new_tokens)

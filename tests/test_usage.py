@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_lightning import config
+from grpo_lightning import config, sweep
 from grpo_lightning.config import compose_checked, folder_name, job_name, normalise, quote, sweep_points
 from grpo_lightning.errors import UsageError
 from grpo_lightning.objective.load import conf_dir
@@ -111,6 +112,15 @@ def test_sweeps_are_expanded_and_named():
 def test_a_job_is_named_by_what_is_swept(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "algorithm=grpo,dapo", "data.path=/x/y", "seed=0,1"])
     assert job_name("algorithm=grpo,data.path=/x/y,seed=0") == "algorithm=grpo,seed=0"
+
+
+def test_a_completed_job_is_skipped_and_its_metric_returned_to_the_sweeper(monkeypatch, tmp_path, capsys):
+    job = SimpleNamespace(num=3, override_dirname="seed=[/x]")  # brackets are text, not markup
+    hydra = SimpleNamespace(runtime=SimpleNamespace(output_dir=str(tmp_path)), job=job)
+    monkeypatch.setattr(sweep, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    (tmp_path / "summary.json").write_text('{"status": "completed", "val_accuracy": 0.75}')
+    assert sweep.run_child() == 0.75
+    assert "seed=[/x]: completed before, skipped" in capsys.readouterr().out
 
 
 def test_any_path_survives_quoting():

@@ -19,6 +19,7 @@ from torch import nn
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.model import resolve_path
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.weights import named_weights
 
 MISSING = "rollout=vllm needs vLLM: pip install vllm==0.32.0 (GPU); or rollout=hf"
 
@@ -84,8 +85,7 @@ class VLLMEngine:
         self._version: int | None = None
 
     def sync(self, policy: nn.Module, version: int) -> None:
-        weights = iter(policy.state_dict().items())  # with a tied output layer, of which vLLM may hold a packed copy
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(policy)})
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM did not give up its prefix cache, which holds keys and values of older weights")
         self._version = version

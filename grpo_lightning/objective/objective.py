@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_lightning.objective.build import build_part
 from grpo_lightning.objective.checks import call, check_finite, check_mask, check_shape, keywords
+from grpo_lightning.objective.correction import sampler_ratio
 from grpo_lightning.objective.groups import group_index, per_token
 from grpo_lightning.objective.kl import K3, MAX_LOG_RATIO
 from grpo_lightning.objective.pairs import named, refusals, trait, warnings
@@ -191,6 +192,7 @@ class Objective:
 
         logp: of the current policy, with its graph. old_logp: at the weights that sampled; None is detached `logp`.
         weights: from `weights` over the whole minibatch; None computes them from these rows.
+        sampler_logp: of the engine, at sampling. With it there are metrics of the ratio exp(old_logp - sampler_logp).
         Raises ValueError for a value under the mask that is not finite, naming tensor, row and position.
         """
         check_mask(mask)
@@ -200,8 +202,8 @@ class Objective:
         advantages = _clean("advantages", advantages.detach(), mask, dtype)
         weights = self.weights(mask, group_ids) if weights is None else weights
         weights = _clean("weights", weights.detach(), mask, dtype)
-        others = {"sampler_logp": sampler_logp, "entropy": entropy}
-        others = {name: _clean(name, v, mask, dtype) for name, v in others.items() if v is not None}
+        given = {"sampler_logp": sampler_logp, "entropy": entropy}
+        others = {name: _clean(name, v, mask, dtype) for name, v in given.items() if v is not None}
         if trait(self.ratio, "per_row"):
             _check_constant_rows(named("ratio", self.ratio), advantages, mask)
 
@@ -215,6 +217,14 @@ class Objective:
         if hasattr(self.clip, "clipped"):
             values["clip/low_fraction"], values["clip/high_fraction"] = self.clip.clipped(ratio, advantages)
         metrics = {name: _mean(value, mask, trait(self.ratio, "per_row")) for name, value in values.items()}
+        maxima = {"policy/ratio_max": _largest(ratio, mask)}
+        if "sampler_logp" in others:
+            between = sampler_ratio(old, others["sampler_logp"], mask)
+            metrics["sampler/ratio_mean"] = _mean(between, mask, False)
+            maxima["sampler/ratio_max"] = _largest(between, mask)
+        if hasattr(self.correction, "changed"):
+            changed = call(named("correction", self.correction), self.correction.changed, old, mask, **others)
+            metrics["correction/changed_fraction"] = _mean(changed, mask, trait(self.correction, "per_row"))
         if ref_logp is not None:
             ref = _clean("ref_logp", ref_logp.detach(), mask, dtype)
             kl = (self.kl if self.needs_reference else K3(beta=0.0))(logp, ref)
@@ -223,8 +233,7 @@ class Objective:
                 token_losses = token_losses + trait(self.kl, "beta") * kl
         elif self.needs_reference and not self.kl_in_reward:
             raise ValueError(f"{named('kl', self.kl)} needs `ref_logp`, which was not given")
-        largest = ratio.detach().where(mask, 0).max() if mask.numel() else ratio.new_zeros(())
-        return LossOutput((weights * token_losses).sum(), metrics, {"policy/ratio_max": largest})
+        return LossOutput((weights * token_losses).sum(), metrics, maxima)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the parts that have one: group -> state."""
@@ -266,3 +275,8 @@ def _mean(values: Tensor, mask: Tensor, per_row: bool) -> tuple[Tensor, Tensor]:
     if not per_row:
         return values.sum(), mask.sum().to(values.dtype)
     return (values.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum(), mask.any(dim=1).sum().to(values.dtype)
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest of `values` [N, T], all positive, over the mask's tokens, detached; 0 where there are none."""
+    return values.detach().where(mask, 0).max() if mask.numel() else values.new_zeros(())

@@ -11,7 +11,7 @@ DEFAULTS = {
     "name": "",  # how messages call the option
     "group_baseline": False,  # advantage: compares completions of one group, needs two of them
     "varies_within_row": False,  # advantage: not the same on every token of a row
-    "per_row": False,  # ratio: one number per row
+    "per_row": False,  # ratio, correction: one number per row
     "needs_reference": True,  # kl: the reference policy must be loaded
     "in_reward": False,  # kl: taken off the rewards
     "beta": 1.0,  # kl: its coefficient
@@ -51,10 +51,15 @@ def refusals(parts: dict[str, Any]) -> list[str]:
 
 def warnings(parts: dict[str, Any]) -> list[str]:
     """What works but should be said aloud, a line each; `parts` is group -> option."""
-    ratio, kl, loss_norm = parts["ratio"], parts["kl"], parts["loss_norm"]
+    ratio, kl, loss_norm, correction = parts["ratio"], parts["kl"], parts["loss_norm"], parts["correction"]
     lines = []
     if trait(kl, "name") == "k1" and not trait(kl, "in_reward"):
         lines.append("kl=k1 in the loss has zero expected gradient: use kl=k2 or kl=k3, or kl.in_reward=true")
     if trait(ratio, "per_row") and not trait(loss_norm, "rows_weigh_equally"):
         lines.append(f"{named('ratio', ratio)} with {named('loss_norm', loss_norm)}: rows weigh by their length")
+    if trait(ratio, "per_row") and trait(correction, "name") in ("tis", "icepop"):
+        lines.append(
+            f"{named('ratio', ratio)} with {named('correction', correction)}: the tokens of a row share one surrogate, "
+            "so the row is weighed by the mean of its factors; correction=sequence_mask has one factor per row"
+        )
     return lines

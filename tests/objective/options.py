@@ -16,7 +16,7 @@ OPTIONS = {
     "loss_norm": ("sequence", "token", "prompt", "constant", "sequence_sum"),
     "overlong": ("none", "soft", "filter", "soft_filter"),
     "sampling": ("all", "dynamic"),
-    "correction": ("none",),
+    "correction": ("none", "tis", "icepop", "sequence_mask"),
     "entropy": ("none",),
 }
 PRESETS = ("grpo", "dapo", "dr_grpo", "gspo", "rloo")
@@ -47,6 +47,16 @@ def combinations() -> list[dict[str, str]]:
     groups = ("loss_norm", "clip", "kl", "ratio")
     every = (dict(zip(groups, names, strict=True)) for names in itertools.product(*(OPTIONS[g] for g in groups)))
     return [names for names in every if not (names["ratio"] == "sequence" and names["clip"] == "none")]
+
+
+def corrected() -> list[dict[str, str]]:
+    """Every correction but none with every loss_norm x ratio, and without a ratio; a KL term beside it."""
+    every = itertools.product(OPTIONS["loss_norm"], ("unclipped", "none"), OPTIONS["ratio"], OPTIONS["correction"][1:])
+    return [
+        {"loss_norm": norm, "clip": clip, "kl": "k3", "ratio": ratio, "correction": correction}
+        for norm, clip, ratio, correction in every
+        if not (ratio == "sequence" and clip == "none")
+    ]
 
 
 def full(n: int, t: int) -> torch.Tensor:

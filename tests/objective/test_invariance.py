@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.objective.options import OPTIONS, combinations, compose
+from tests.objective.options import OPTIONS, combinations, compose, corrected
 
 GARBAGE = (0.0, 1e4, -1e4, float("inf"), float("-inf"), float("nan"))
 LENGTHS = [3, 1, 5, 2, 0, 4]
@@ -26,6 +26,7 @@ class Minibatch:
             "logp": base,
             "old": base + noise[0],
             "ref": base + noise[1],
+            "sampler": base + noise[0] + torch.randn(self.tokens, generator=g, dtype=torch.float64),
             "a": row_advantage.repeat_interleave(torch.tensor(LENGTHS)),
         }
 
@@ -57,14 +58,14 @@ class Minibatch:
             flat = {name: v.to(self.dtype) for name, v in self.values.items()} | {"logp": leaf, "w": flat_weights}
             x = {name: self.spread(v, mask, index, garbage) for name, v in flat.items()}
             ids = torch.tensor([IDS[i] for i in rows], dtype=torch.long)
-            out = objective.loss(x["logp"], x["old"], x["a"], mask, ids, ref_logp=x["ref"], weights=x["w"])
+            out = objective.loss(x["logp"], x["old"], x["a"], mask, ids, x["ref"], x["w"], sampler_logp=x["sampler"])
             out.loss.backward()
             total += out.loss.item()
         return leaf.grad, total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("names", combinations(), ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", combinations() + corrected(), ids=lambda names: "-".join(names.values()))
 def test_gradient_invariance(names, dtype):
     objective, batch, dice = compose(**names), Minibatch(dtype), random.Random(str(names))
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
@@ -77,7 +78,8 @@ def test_gradient_invariance(names, dtype):
     leaf = batch.values["logp"].to(dtype).requires_grad_()
     x = {name: batch.spread(v.to(dtype), mask, index, 0.0) for name, v in batch.values.items()}
     logp = batch.spread(leaf, mask, index, 0.0)
-    objective.loss(logp, x["old"], x["a"], mask, torch.tensor(IDS), ref_logp=x["ref"]).loss.backward()
+    ids = torch.tensor(IDS)
+    objective.loss(logp, x["old"], x["a"], mask, ids, x["ref"], sampler_logp=x["sampler"]).loss.backward()
     assert_same(leaf.grad, expected, tolerance)
 
     order = dice.sample(everything, len(everything))

@@ -18,7 +18,7 @@ train: $(STAMP)
 	$(RUN) train.py $(ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest tests -m "not heavy" $(ARGS)
+	$(RUN) -m pytest tests $(ARGS)
 
 test-all: $(VLLM_STAMP)
 	$(RUN) -m pytest tests -m heavy --durations=0 --durations-min=1 $(ARGS)

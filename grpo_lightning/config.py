@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.objective import Objective
+from grpo_lightning.objective.correction import NoCorrection
 from grpo_lightning.objective.load import compose, conf_dir
 
 # Names from elsewhere and things that are refused, each with where to go instead.
@@ -44,6 +45,9 @@ class RolloutOptions:
     group_size: int
     max_new_tokens: int
     temperature: float
+    ahead: int
+    launch: bool = True  # these two of rollout=vllm_server alone
+    url: str | None = None
 
 
 @dataclass
@@ -51,6 +55,7 @@ class UpdateOptions:
     epochs: int
     minibatches: int
     micro_batch_tokens: int
+    old_logp: str
 
 
 @dataclass
@@ -169,6 +174,12 @@ def check(cfg: DictConfig) -> Objective:
             f"update.minibatches={update.minibatches} is more than rollout.prompts={cfg.rollout.prompts}: "
             "a minibatch is made of whole groups"
         )
+    if update.old_logp not in ("trainer", "sampler"):
+        raise UsageError(f"update.old_logp must be trainer or sampler, got {update.old_logp}")
+    if cfg.rollout.ahead not in (0, 1):
+        raise UsageError(f"rollout.ahead must be 0 or 1, got {cfg.rollout.ahead}")
+    if cfg.rollout.ahead and cfg.rollout.get("launch") is None:
+        raise UsageError("rollout.ahead=1 samples while the policy is updated, which needs rollout=vllm_server")
     if cfg.trainer.precision not in ("32-true", "bf16-mixed", 32, "32"):
         raise UsageError(
             f"trainer.precision={cfg.trainer.precision}: 32-true or bf16-mixed; weights in half precision lose "
@@ -184,6 +195,11 @@ def check(cfg: DictConfig) -> Objective:
     try:
         objective = Objective.from_config(cfg)
         objective.check_group_size(cfg.rollout.group_size)
+        if update.old_logp == "sampler" and not isinstance(objective.correction, NoCorrection):
+            raise UsageError(
+                "update.old_logp=sampler takes the sampler for the old policy, so there is nothing to correct: "
+                "correction=none, or update.old_logp=trainer"
+            )
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_first_line(error.__cause__ or error)) from error
     except (ValueError, TypeError) as error:

@@ -1,7 +1,8 @@
 """GRPOModule: owns the policy and the frozen reference policy, and takes the optimiser steps."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -30,6 +31,7 @@ class GRPOModule(L.LightningModule):
         micro_batch_tokens: the most padded tokens in one forward and backward pass.
         max_grad_norm: clip the gradient's 2-norm to it; None or inf leaves it.
         warmup_rollouts: the learning rate rises linearly over this many rollouts.
+        old_logp: "trainer", or "sampler" where the rows bring the engine's log-probabilities as old_logp.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class GRPOModule(L.LightningModule):
         micro_batch_tokens: int = 8192,
         max_grad_norm: float | None = 1.0,
         warmup_rollouts: int = 0,
+        old_logp: str = "trainer",
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -58,6 +61,8 @@ class GRPOModule(L.LightningModule):
         if reference is not None:
             reference.requires_grad_(False).eval()
         self._reference = (reference,)  # in a tuple, which torch does not look into
+        self.old_logp = old_logp
+        self._kept: list[Tensor] = []
         self.clock = PhaseClock()
         self.tokens_trained = 0
         self.rollout_tokens_trained = 0
@@ -97,12 +102,12 @@ class GRPOModule(L.LightningModule):
         # Nothing to train on: an optimiser step on a zero gradient would still move the parameters by its momentum.
         if any(bool(row.loss_mask.any()) for row in rows):
             with self.clock("update"):
-                self._step(rows)
+                self._step(rows, first=int(number) == 0)
 
-    def _step(self, rows: list[Row]) -> None:
+    def _step(self, rows: list[Row], first: bool) -> None:
         optimizer = self._optimizer()
         optimizer.zero_grad()
-        loss, totals, maxima = self._backward(rows)
+        loss, totals, maxima = self._backward(rows, first)
         norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
             raise RunError(
@@ -122,7 +127,9 @@ class GRPOModule(L.LightningModule):
             **maxima,
         }
 
-    def _backward(self, rows: list[Row]) -> tuple[float, dict[str, tuple[float, float]], dict[str, float]]:
+    def _backward(
+        self, rows: list[Row], first: bool
+    ) -> tuple[float, dict[str, tuple[float, float]], dict[str, float]]:
         """Accumulate the gradient of one minibatch; returns its loss, metrics as (sum, count), and maxima."""
         mask, group_ids = loss_masks(rows)
         weights = self.objective.weights(mask, group_ids)  # of the whole minibatch, before it is cut
@@ -149,18 +156,22 @@ class GRPOModule(L.LightningModule):
             )
             self.manual_backward(out.loss)
             loss += float(out.loss.detach())
-            # How far the engine's log-probabilities are from the trainer's at the weights that sampled.
-            gap = (old_logp - batch.sampler_logp).abs().where(batch.mask, 0)
+            # How far the engine's log-probabilities are from the trainer's at the weights that sampled. Where the
+            # engine's serve as old_logp, the trainer has those of these weights before the rollout's first step only.
+            trainer_logp = old_logp if self.old_logp == "trainer" else logp.detach()
+            gap = (trainer_logp - batch.sampler_logp).abs().where(batch.mask, 0)
             tokens = batch.mask.sum()
+            known = self.old_logp == "trainer" or first
             metrics = dict(out.metrics) | {
                 "policy/entropy": (entropy.where(batch.mask, 0).sum(), tokens),
-                "sampler/logp_gap_mean": (gap.sum(), tokens),
+                "sampler/logp_gap_mean": (gap.sum(), tokens * known),
             }
             for name, (total, count) in metrics.items():
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + float(total), before[1] + float(count))
-            for name, value in {**out.maxima, "sampler/logp_gap_max": gap.max()}.items():
-                maxima[name] = max(maxima.get(name, -math.inf), float(value))
+            gap_max = gap.max() if known else torch.tensor(math.nan)
+            for name, value in {**out.maxima, "sampler/logp_gap_max": gap_max}.items():
+                maxima[name] = max(float(value), maxima.get(name, -math.inf))
         return loss, totals, maxima
 
     @torch.no_grad()
@@ -177,6 +188,26 @@ class GRPOModule(L.LightningModule):
             for index, values in zip(indices, logp.cpu(), strict=True):
                 result[index] = values[: rows[index].length].clone()
         return result
+
+    def keep_weights(self) -> None:
+        """Remember the policy's weights as they are now, for `kept_weights`; one more copy of them, on the CPU."""
+        self._kept = [parameter.detach().to("cpu", copy=True) for parameter in self.policy.parameters()]
+
+    @contextmanager
+    def kept_weights(self) -> Iterator[None]:
+        """A context in which the policy has the weights that `keep_weights` remembered."""
+        self._exchange_weights()
+        try:
+            yield
+        finally:
+            self._exchange_weights()
+
+    @torch.no_grad()
+    def _exchange_weights(self) -> None:
+        for number, parameter in enumerate(self.policy.parameters()):
+            now = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(self._kept[number])
+            self._kept[number] = now
 
     def _optimizer(self) -> LightningOptimizer:
         optimizer = self.optimizers()

@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 def _quiet() -> None:
     """Leave the terminal to this program: what the libraries say about themselves is not news to its user."""
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
 
 

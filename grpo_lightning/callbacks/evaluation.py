@@ -48,6 +48,7 @@ class EvaluationCallback(L.Callback):
             self.engine.sync(pl_module.policy, trainer.global_step)
         with pl_module.clock("validate"), trainer.precision_plugin.forward_context():
             evaluation = self.run_evaluation()
+        self.engine.sleep()
         self.last, self.samples, self.rollout = evaluation.metrics, evaluation.records, rollout
         self.folder.write_rows(self.folder.validation, rollout, evaluation.records)
         return evaluation.metrics

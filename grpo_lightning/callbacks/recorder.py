@@ -62,11 +62,10 @@ class Recorder(L.Callback):
             self.rollouts_without_step += 1
             self._log(trainer, metrics | {"sampling/rollouts_without_step": self.rollouts_without_step})
             return
-        generate, update = times["time/generate_s"], times["time/update_s"]
+        update = times["time/update_s"]
         self._pending |= metrics | times
         self._pending |= {
             "time/total_s": self.seconds,
-            "speed/generated_tokens_per_s": metrics["rollout/tokens"] / generate if generate else math.nan,
             "speed/trained_tokens_per_s": pl_module.rollout_tokens_trained / update if update else math.nan,
             "sampling/rollouts_without_step": self.rollouts_without_step,
         }
@@ -82,7 +81,7 @@ class Recorder(L.Callback):
         row, self._pending = self._pending, None
         known = ["step", "rollout", *(k for k in pl_module.step_metrics), *pl_module.rollout_metrics, *self.val_names]
         known += [f"time/{phase}_s" for phase in PHASES]
-        known += ["time/total_s", "speed/generated_tokens_per_s", "speed/trained_tokens_per_s"]
+        known += ["time/total_s", "speed/trained_tokens_per_s"]
         self.folder.write_metrics(row, [*known, "sampling/rollouts_without_step"])
         self._log(trainer, row)
 

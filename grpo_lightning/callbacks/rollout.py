@@ -15,11 +15,12 @@ log = logging.getLogger(__name__)
 class RolloutCallback(L.Callback):
     """Synchronises the engine with the policy, collects a rollout, fills the module's buffer, writes the rollout file.
 
+    With `ahead`, the next rollout is generated while the policy is updated on this one.
     `rollout` is the newest rollout; `tokens_generated` counts over the run.
     """
 
-    def __init__(self, collector: Collector, folder: RunFolder) -> None:
-        self.collector, self.folder = collector, folder
+    def __init__(self, collector: Collector, folder: RunFolder, ahead: bool = False) -> None:
+        self.collector, self.folder, self.ahead = collector, folder, ahead
         self.rollout: Rollout | None = None
         self.tokens_generated = 0
 
@@ -30,6 +31,7 @@ class RolloutCallback(L.Callback):
             self.collector.engine.sync(pl_module.policy, trainer.global_step)
         with trainer.precision_plugin.forward_context():  # the sampler computes as the trainer does
             rollout = self.collector.collect(number)
+        self.collector.engine.sleep()
         for message in dict.fromkeys(rollout.errors):
             log.warning("rollout %d: %s", number, message)
         for name in self.collector.rewards.components:
@@ -42,6 +44,12 @@ class RolloutCallback(L.Callback):
         self.folder.write_rows(self.folder.rollouts, number, rollout.records)
         if not rollout.groups:
             log.warning("rollout %d: no group has varied rewards, so there is no optimiser step", number)
+        if self.ahead and number != trainer.max_epochs:
+            pl_module.keep_weights()
+            self.collector.start_ahead(number + 1)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.collector.finish_ahead()
 
     def state_dict(self) -> dict[str, Any]:
         return {"collector": self.collector.state_dict(), "tokens_generated": self.tokens_generated}

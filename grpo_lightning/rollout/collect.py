@@ -1,8 +1,12 @@
 """One exploration: draw prompts, sample a group of completions for each, score them, and make the rows to train on."""
 
+import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +31,8 @@ class Group:
     """All completions of one drawn prompt, scored. Kept whole from sampling to the minibatch.
 
     `task_rewards` [G] and `components` {name: [G]} are float64 with NaN where there was no score.
-    `rollout` is the number (from 1) of the rollout that sampled it.
+    `rollout` is the number (from 1) of the rollout it was sampled for; `weights_rollout` that of the rollout which
+    trained, or trains, first on the weights that sampled it: one less where it was sampled ahead.
     """
 
     rows: list[Row]
@@ -36,6 +41,30 @@ class Group:
     correct: list[bool | None]
     truncated: Tensor
     rollout: int
+    weights_rollout: int
+
+
+@dataclass
+class Draw:
+    """The scored groups of one draw of P prompts, with the messages of the rewards, and how long it was generated."""
+
+    groups: list[Group]
+    errors: list[str]
+    seconds: float
+
+
+@dataclass
+class Ahead:
+    """A draw for rollout `number` that is being generated while the rollout before is trained on."""
+
+    number: int
+    prompts: list[tuple[int, Prompt]]
+    completions: "Future[list[list[Completion]]]"
+    started: float
+    ended: float | None = None
+
+    def end(self, _: Any) -> None:
+        self.ended = time.perf_counter()
 
 
 @dataclass
@@ -69,6 +98,8 @@ class Collector:
         score_logps: (rows, reference?) -> the trainer's log-probabilities [T] of each row under the policy that
             sampled it, or under the frozen reference policy.
         decode: token ids -> text.
+        old_logp: "trainer" scores old_logp; "sampler" takes the engine's for it, which saves that pass.
+        kept_weights: a context in which the policy has the weights that sampled the draw ahead.
     """
 
     def __init__(
@@ -86,28 +117,33 @@ class Collector:
         score_logps: Callable[[Sequence[Row], bool], list[Tensor]],
         decode: Callable[[list[int]], str],
         clock: PhaseClock,
+        old_logp: str = "trainer",
+        kept_weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.engine, self.stream, self.rewards, self.objective = engine, stream, rewards, objective
         self.sampling, self.prompts_per_rollout, self.group_size = sampling, prompts_per_rollout, group_size
         self.seed, self.needs_old_logp, self.score_logps = seed, needs_old_logp, score_logps
         self.decode, self.clock = decode, clock
+        self.old_logp, self.kept_weights = old_logp, kept_weights
         self.surplus: list[Group] = []
+        self._ahead: Ahead | None = None
+        self._ready: Draw | None = None
 
     def collect(self, number: int) -> Rollout:
         """Rollout `number` (from 1): at most `sampling.max_draws` draws of P prompts, until P groups are kept."""
         # A surplus group may be one rollout old, not more: its importance ratio would drift out of the clip range.
         kept = [group for group in self.surplus if number - group.rollout <= 1]
-        reused, drawn, draws, tokens = len(kept), [], 0, 0
+        reused, drawn, draws, seconds = len(kept), list[Group](), 0, 0.0
         errors: list[str] = []
-        while len(kept) < self.prompts_per_rollout and draws < self.objective.sampling.max_draws:
-            with self.clock("generate"):
-                sampled = self._sample(number)
-            tokens += sum(len(c.token_ids) for _, _, completions in sampled for c in completions)
-            with self.clock("score"):
-                groups = self._score(sampled, number, errors)
+        # What was drawn ahead is older next time, so it enters even where surplus groups are enough.
+        while self._ready or (len(kept) < self.prompts_per_rollout and draws < self.objective.sampling.max_draws):
+            draw, self._ready = self._ready or self._draw(number), None
             draws += 1
-            drawn += groups
-            kept += self._varied(groups)
+            drawn += draw.groups
+            errors += draw.errors
+            kept += self._varied(draw.groups)
+            seconds += draw.seconds
+        tokens = sum(row.length for group in drawn for row in group.rows)
         if len(kept) < self.prompts_per_rollout:
             log.warning(
                 "rollout %d: %d of %d groups have varied rewards after sampling.max_draws=%d; training on those",
@@ -116,8 +152,9 @@ class Collector:
         groups, surplus = kept[: self.prompts_per_rollout], kept[self.prompts_per_rollout :]
         self.surplus = surplus if self.objective.sampling.keep_surplus else []
         for status, members in (("dropped", drawn), ("kept for the next rollout", self.surplus), ("trained", groups)):
-            for row in (row for group in members for row in group.rows):
-                row.record["status"] = status
+            for group in members:
+                for row in group.rows:
+                    row.record |= {"status": status, "staleness": number - group.weights_rollout}
         with self.clock("score"):
             self._finish(groups, self.surplus)
         metrics = rollout_metrics(drawn or groups)
@@ -125,20 +162,63 @@ class Collector:
         metrics["sampling/groups"] = len(groups)
         metrics["sampling/groups_reused"] = min(reused, len(groups))
         metrics["sampling/groups_kept_for_next"] = len(self.surplus)
+        staleness = [number - group.weights_rollout for group in groups]
+        metrics["rollout/staleness_mean"] = sum(staleness) / len(staleness) if staleness else math.nan
+        metrics["rollout/staleness_max"] = max(staleness, default=math.nan)
+        metrics["speed/generated_tokens_per_s"] = tokens / seconds if seconds else math.nan
         return Rollout(number, groups, drawn, metrics, tokens, errors)
 
-    def _sample(self, number: int) -> list[tuple[int, Prompt, list[Completion]]]:
-        drawn = self.stream.draw(self.prompts_per_rollout)
-        requests = [
+    def start_ahead(self, number: int) -> None:
+        """Begin to generate the first draw of rollout `number`, with the weights that the engine has now."""
+        prompts, requests = self._requests(number)
+        started = time.perf_counter()
+        completions = self.engine.submit(requests, self.sampling)  # type: ignore[attr-defined]
+        self._ahead = Ahead(number, prompts, completions, started)
+        completions.add_done_callback(self._ahead.end)
+
+    def finish_ahead(self) -> None:
+        """Wait for what `start_ahead` began, score it, and make it the next rollout's first draw."""
+        if self._ahead is None:
+            return
+        ahead, self._ahead = self._ahead, None
+        with self.clock("generate"):
+            completions = ahead.completions.result()
+        seconds = (ahead.ended or time.perf_counter()) - ahead.started
+        with self.clock("score"):
+            draw = self._score(ahead.prompts, completions, ahead.number, ahead.number - 1, seconds)
+            rows = [row for group in draw.groups for row in group.rows]
+            if self.old_logp == "trainer":
+                # The policy has moved on, but the importance ratio is to the weights that sampled.
+                with self.kept_weights():
+                    for row, logp in zip(rows, self.score_logps(rows, False), strict=True):
+                        row.old_logp = logp
+        self._ready = draw
+
+    def _requests(self, number: int) -> tuple[list[tuple[int, Prompt]], list[Request]]:
+        prompts = self.stream.draw(self.prompts_per_rollout)
+        return prompts, [
             Request(prompt.token_ids, (self.seed, TRAIN_STREAM, number, draw_index), self.group_size)
-            for draw_index, prompt in drawn
+            for draw_index, prompt in prompts
         ]
-        groups = self.engine.generate(requests, self.sampling)
-        return [(index, prompt, completions) for (index, prompt), completions in zip(drawn, groups, strict=True)]
+
+    def _draw(self, number: int) -> Draw:
+        prompts, requests = self._requests(number)
+        started = time.perf_counter()
+        with self.clock("generate"):
+            completions = self.engine.generate(requests, self.sampling)
+        seconds = time.perf_counter() - started
+        with self.clock("score"):
+            return self._score(prompts, completions, number, number, seconds)
 
     def _score(
-        self, sampled: list[tuple[int, Prompt, list[Completion]]], number: int, errors: list[str]
-    ) -> list[Group]:
+        self,
+        prompts: list[tuple[int, Prompt]],
+        completed: list[list[Completion]],
+        number: int,
+        weights_rollout: int,
+        seconds: float,
+    ) -> Draw:
+        sampled = [(index, prompt, group) for (index, prompt), group in zip(prompts, completed, strict=True)]
         flat = [(index, prompt, c, k) for index, prompt, cs in sampled for k, c in enumerate(cs)]
         batch = reward_batch(
             [prompt for _, prompt, _, _ in flat],
@@ -148,7 +228,6 @@ class Collector:
             decode=self.decode,
         )
         result = self.rewards(batch)
-        errors += result.errors
         groups, at = [], 0
         for index, prompt, completions in sampled:
             span = slice(at, at + len(completions))
@@ -178,9 +257,10 @@ class Collector:
                     correct=result.correct[span],
                     truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
                     rollout=number,
+                    weights_rollout=weights_rollout,
                 )
             )
-        return groups
+        return Draw(groups, result.errors, seconds)
 
     def _varied(self, groups: list[Group]) -> list[Group]:
         """The groups that `sampling` keeps, by their task rewards (before any shaping)."""
@@ -194,6 +274,10 @@ class Collector:
         rows = [row for group in groups for row in group.rows]
         # A group kept for the next rollout needs its old_logp now, while the weights that sampled it are at hand.
         late = [row for group in surplus for row in group.rows if row.old_logp is None]
+        if self.old_logp == "sampler":
+            for row in rows + late:
+                row.old_logp = row.sampler_logp
+            late = []
         scored = [row for row in rows if row.old_logp is None] + late if self.needs_old_logp_now else late
         for row, logp in zip(scored, self.score_logps(scored, False), strict=True):
             row.old_logp = logp
@@ -237,11 +321,12 @@ class Collector:
         return self.needs_old_logp or self.objective.kl_in_reward
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream.state_dict(), "surplus": self.surplus}
+        self.finish_ahead()  # a draw that is under way is part of what a resumed run goes on with
+        return {"stream": self.stream.state_dict(), "surplus": self.surplus, "ready": self._ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
-        self.surplus = state["surplus"]
+        self.surplus, self._ready = state["surplus"], state["ready"]
 
 
 def reward_batch(

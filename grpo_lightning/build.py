@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from grpo_lightning import config
-from grpo_lightning.callbacks import Checkpoint, EvaluationCallback, Recorder, RolloutCallback
+from grpo_lightning.callbacks import Checkpoint, EvaluationCallback, Recorder, RolloutCallback, SamplerCheck
 from grpo_lightning.data.prompts import PromptStream, tokenize
 from grpo_lightning.errors import UsageError
 from grpo_lightning.evaluation import evaluate
@@ -136,7 +136,8 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
     recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides))
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
     checkpoint = Checkpoint(folder, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep)
-    trainer = _trainer(cfg, folder, [rollouts, evaluation, recorder, *extra, checkpoint])
+    check = SamplerCheck(cfg.trainer.precision)
+    trainer = _trainer(cfg, folder, [rollouts, evaluation, recorder, check, *extra, checkpoint])
     log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
     # The loader yields minibatch numbers; the rows are in the buffer, which the rollout callback fills.
     loader: DataLoader[int] = DataLoader(range(len(buffer)), batch_size=None)  # type: ignore[arg-type]

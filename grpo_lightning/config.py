@@ -178,7 +178,10 @@ def check(cfg: DictConfig) -> Objective:
         raise UsageError(f"update.old_logp must be trainer or sampler, got {update.old_logp}")
     if cfg.rollout.ahead not in (0, 1):
         raise UsageError(f"rollout.ahead must be 0 or 1, got {cfg.rollout.ahead}")
-    if cfg.rollout.ahead and cfg.rollout.get("launch") is None:
+    for name in ("launch", "url"):
+        if name in cfg.rollout and name not in cfg.rollout.engine:
+            raise UsageError(f"rollout.{name} belongs to rollout=vllm_server")
+    if cfg.rollout.ahead and "launch" not in cfg.rollout:
         raise UsageError("rollout.ahead=1 samples while the policy is updated, which needs rollout=vllm_server")
     if cfg.trainer.precision not in ("32-true", "bf16-mixed", 32, "32"):
         raise UsageError(

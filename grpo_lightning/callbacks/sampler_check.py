@@ -1,6 +1,7 @@
 """SamplerCheck: says so when the engine does not sample from the policy that is trained."""
 
 import logging
+import math
 from typing import Any
 
 import lightning as L
@@ -34,8 +35,8 @@ class SamplerCheck(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, GRPOModule)
-        gap = pl_module.step_metrics.get(METRIC)
-        if gap is None:  # no optimiser step
+        gap = pl_module.step_metrics.get(METRIC, math.nan)
+        if math.isnan(gap):  # no optimiser step, or one that cannot tell (update.old_logp=sampler)
             return
         self._largest = max(gap, self._largest or 0.0)
         if gap > self.limit:

@@ -147,8 +147,8 @@ class VLLMServerEngine:
                         "send older weights again: resume this run, or use weights=folder"
                     ) from error
                 self._load(self._version)
-        copies = requests[0].n if requests and params.temperature == 0 else 1
-        return [groups[index] * copies for index in range(len(bodies))]
+        copies = params.temperature == 0
+        return [groups[index] * request.n if copies else groups[index] for index, request in enumerate(requests)]
 
     def _group(self, answer: Any) -> list[Completion]:
         completions = []

@@ -1,0 +1,74 @@
+"""The processes of a run, one per device. Where there is one process alone, every function here is the identity."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def _together() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def world_size() -> int:
+    """How many processes take part."""
+    return dist.get_world_size() if _together() else 1
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if _together() else 0
+
+
+def gather(value: Any) -> list[Any]:
+    """What every process gives, by rank, on every process. Anything that can be pickled; tensors on the CPU."""
+    if not _together():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def share(items: Sequence[Any]) -> list[Any]:
+    """This process's part of `items`, which are the same on every process."""
+    return list(items[rank() :: world_size()])
+
+
+def join(part: list[Any]) -> list[Any]:
+    """The inverse of `share`: the parts of all processes, one item each for every item shared, in its order."""
+    parts = gather(part)
+    joined: list[Any] = [None] * sum(map(len, parts))
+    for number, values in enumerate(parts):
+        joined[number :: len(parts)] = values
+    return joined
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any process."""
+    return any(gather(flag))
+
+
+def add(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over processes of `values`, a float64 vector on the CPU; `device` is where collectives run."""
+    return _reduce(values, device, dist.ReduceOp.SUM)
+
+
+def largest(values: Tensor, device: torch.device) -> Tensor:
+    """The largest over processes, entry by entry, of `values`, a float64 vector on the CPU."""
+    return _reduce(values, device, dist.ReduceOp.MAX)
+
+
+def _reduce(values: Tensor, device: torch.device, how: Any) -> Tensor:
+    if not _together():
+        return values
+    there = values.to(device)
+    dist.all_reduce(there, op=how)
+    return there.cpu()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -73,11 +73,19 @@ class CheckpointOptions:
 
 
 @dataclass
+class LoraOptions:
+    r: int | None
+    alpha: float | None
+    target_modules: Any
+
+
+@dataclass
 class ModelOptions:
     path: str
     lr: float
     max_new_tokens: int
     attn_implementation: str | None
+    lora: LoraOptions
 
 
 PLAIN_BLOCKS = {

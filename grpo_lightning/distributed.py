@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -19,8 +22,8 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
-    return dist.get_rank() if _together() else 0
+    """The number of this process, from 0; known before the processes have met, too."""
+    return dist.get_rank() if _together() else int(getattr(rank_zero_only, "rank", 0))
 
 
 def gather(value: Any) -> list[Any]:
@@ -34,7 +37,7 @@ def gather(value: Any) -> list[Any]:
 
 def share(items: Sequence[Any]) -> list[Any]:
     """This process's part of `items`, which are the same on every process."""
-    return list(items[rank() :: world_size()])
+    return list(items[rank() :: world_size()]) if _together() else list(items)
 
 
 def join(part: list[Any]) -> list[Any]:
@@ -72,3 +75,22 @@ def _reduce(values: Tensor, device: torch.device, how: Any) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: all of it, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its parts; a sharded one is gathered, by all processes together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> None:
+    """Shard a transformers model over the processes of `mesh`, each of its layers on its own (FSDP2).
+
+    With bf16-mixed the shards stay in float32, and what is gathered for computing is bfloat16.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if precision == "bf16-mixed" else MixedPrecisionPolicy()
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_lightning.data.prompts import Prompt
+from grpo_lightning.distributed import join, share
 from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.collect import reward_batch
-from grpo_lightning.rollout.engine import Engine, Request, SamplingParams
+from grpo_lightning.rollout.engine import Engine, Request, SamplingParams, of_all, own_part
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,10 @@ def _sample(
     seed: int,
 ) -> list[dict[str, Any]]:
     requests = [Request(p.token_ids, (seed, EVAL_STREAM, p.prompt_id), samples) for p in prompts]
-    groups = engine.generate(requests, params)
-    flat = [(p, c, k) for p, completions in zip(prompts, groups, strict=True) for k, c in enumerate(completions)]
+    groups = of_all(engine, engine.generate(own_part(engine, requests), params))
+    # Each process scores a part of the prompts.
+    mine = share(list(zip(prompts, groups, strict=True)))
+    flat = [(p, c, k) for p, completions in mine for k, c in enumerate(completions)]
     batch = reward_batch(
         [p for p, _, _ in flat],
         [c for _, c, _ in flat],
@@ -94,7 +97,7 @@ def _sample(
     result = rewards(batch)
     for message in dict.fromkeys(result.errors):
         log.warning("validation: %s", message)
-    return [
+    records = [
         {
             "prompt": prompt.text,
             "completion": batch.completions[i],
@@ -108,3 +111,5 @@ def _sample(
         }
         for i, (prompt, completion, _) in enumerate(flat)
     ]
+    by_prompt = [records[i : i + samples] for i in range(0, len(records), samples)]
+    return [record for group in join(by_prompt) for record in group]

@@ -2,19 +2,23 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from grpo_lightning.clock import PhaseClock
+from grpo_lightning.distributed import gather, local, rank, shard, whole, world_size
 from grpo_lightning.errors import RunError
 from grpo_lightning.model import token_logps
 from grpo_lightning.objective import Objective
-from grpo_lightning.rollout.buffer import RolloutBuffer, Row, collate, cut, loss_masks
+from grpo_lightning.rollout.buffer import RolloutBuffer, Row, collate, cut_for, loss_masks, shares
+from grpo_lightning.sums import Sums
 
 
 class GRPOModule(L.LightningModule):
@@ -80,6 +84,14 @@ class GRPOModule(L.LightningModule):
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         return optimizer
 
+    def configure_model(self) -> None:
+        """With trainer=fsdp, shard policy and reference policy over the processes, layer by layer (FSDP2)."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            for model in (self.policy, self.reference):
+                if model is not None:
+                    shard(model, strategy.device_mesh["data_parallel"], self.trainer.precision)
+
     def on_train_start(self) -> None:
         # A checkpoint brings its own learning rate and the like along; what this run was configured with counts.
         for group, options in zip(self._optimizer().param_groups, self._options, strict=True):
@@ -107,8 +119,8 @@ class GRPOModule(L.LightningModule):
     def _step(self, rows: list[Row], first: bool) -> None:
         optimizer = self._optimizer()
         optimizer.zero_grad()
-        loss, totals, maxima = self._backward(rows, first)
-        norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
+        metrics = self._backward(rows, first)
+        norm = float(whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)))
         if not math.isfinite(norm):
             raise RunError(
                 f"the gradient norm is {norm} at step {self.global_step}: no step was taken; "
@@ -119,22 +131,20 @@ class GRPOModule(L.LightningModule):
         self.tokens_trained += tokens
         self.rollout_tokens_trained += tokens
         self.step_metrics = {
-            "policy/loss": loss,
+            "policy/loss": metrics.pop("policy/loss"),
             "policy/grad_norm": norm,
             "optimizer/lr": optimizer.param_groups[0]["lr"],
             "update/tokens": tokens,
-            **{name: total / count if count else math.nan for name, (total, count) in totals.items()},
-            **maxima,
+            **metrics,
         }
 
-    def _backward(
-        self, rows: list[Row], first: bool
-    ) -> tuple[float, dict[str, tuple[float, float]], dict[str, float]]:
-        """Accumulate the gradient of one minibatch; returns its loss, metrics as (sum, count), and maxima."""
+    def _backward(self, rows: list[Row], first: bool) -> dict[str, float]:
+        """Accumulate the gradient of one minibatch, the rows of all processes; returns its loss and metrics."""
         mask, group_ids = loss_masks(rows)
         weights = self.objective.weights(mask, group_ids)  # of the whole minibatch, before it is cut
-        loss, totals, maxima = 0.0, dict[str, tuple[float, float]](), dict[str, float]()
-        for indices in cut(rows, self.micro_batch_tokens):
+        sums = Sums()
+        micro_batches = cut_for(rows, self.micro_batch_tokens, rank(), world_size())
+        for number, (indices, counts) in enumerate(micro_batches):
             batch = collate([rows[i] for i in indices]).to(self.device)
             logp, entropy = token_logps(self.policy, batch, self.temperature)
             # Where the current weights sampled the row, the old policy is this very policy: the ratio is exactly 1.
@@ -150,12 +160,12 @@ class GRPOModule(L.LightningModule):
                 batch.mask,
                 batch.group_ids,
                 ref_logp=batch.ref_logp,
-                weights=weights[indices, : batch.mask.shape[1]].float().to(self.device),
+                weights=(weights[indices, : batch.mask.shape[1]] * counts).float().to(self.device),
                 sampler_logp=batch.sampler_logp,
                 entropy=entropy,
             )
-            self.manual_backward(out.loss)
-            loss += float(out.loss.detach())
+            with self._gradients_kept_back(last=number == len(micro_batches) - 1):
+                self.manual_backward(out.loss * world_size())  # gradients are averaged over processes
             # How far the engine's log-probabilities are from the trainer's at the weights that sampled. Where the
             # engine's serve as old_logp, the trainer has those of these weights before the rollout's first step only.
             trainer_logp = old_logp if self.old_logp == "trainer" else logp.detach()
@@ -166,13 +176,16 @@ class GRPOModule(L.LightningModule):
                 "policy/entropy": (entropy.where(batch.mask, 0).sum(), tokens),
                 "sampler/logp_gap_mean": (gap.sum(), tokens * known),
             }
-            for name, (total, count) in metrics.items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = (before[0] + float(total), before[1] + float(count))
             gap_max = gap.max() if known else torch.tensor(math.nan)
-            for name, value in {**out.maxima, "sampler/logp_gap_max": gap_max}.items():
-                maxima[name] = max(float(value), maxima.get(name, -math.inf))
-        return loss, totals, maxima
+            sums.take(out.loss.detach(), metrics, {**out.maxima, "sampler/logp_gap_max": gap_max}, counts)
+        return sums.over_processes(self.device)
+
+    @contextmanager
+    def _gradients_kept_back(self, last: bool) -> Iterator[None]:
+        """Where each process holds the whole gradient, it is averaged once a step, with the last micro-batch."""
+        model = self.trainer.strategy.model
+        with nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            yield
 
     @torch.no_grad()
     def score_logps(self, rows: Sequence[Row], reference: bool) -> list[Tensor]:
@@ -181,17 +194,22 @@ class GRPOModule(L.LightningModule):
         if model is None:
             raise RuntimeError("there is no reference policy: the objective has kl=none")
         result: list[Tensor] = [torch.empty(0)] * len(rows)
-        for indices in cut(list(rows), self.micro_batch_tokens):
+        for indices, _ in cut_for(list(rows), self.micro_batch_tokens, rank(), world_size()):
             batch = collate([rows[i] for i in indices]).to(self.device)
             with self.trainer.precision_plugin.forward_context():
                 logp, _ = token_logps(model, batch, self.temperature)
             for index, values in zip(indices, logp.cpu(), strict=True):
                 result[index] = values[: rows[index].length].clone()
+        # Each process has scored its own rows; those of a process that has them stand for all.
+        parts = shares(list(rows), world_size())
+        for part, scored in zip(parts, gather([result[i] for i in parts[rank()]] if rows else []), strict=True):
+            for index, values in zip(part, scored, strict=True):
+                result[index] = values
         return result
 
     def keep_weights(self) -> None:
         """Remember the policy's weights as they are now, for `kept_weights`; one more copy of them, on the CPU."""
-        self._kept = [parameter.detach().to("cpu", copy=True) for parameter in self.policy.parameters()]
+        self._kept = [local(parameter).detach().to("cpu", copy=True) for parameter in self.policy.parameters()]
 
     @contextmanager
     def kept_weights(self) -> Iterator[None]:
@@ -205,8 +223,8 @@ class GRPOModule(L.LightningModule):
     @torch.no_grad()
     def _exchange_weights(self) -> None:
         for number, parameter in enumerate(self.policy.parameters()):
-            now = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(self._kept[number])
+            now = local(parameter).detach().to("cpu", copy=True)
+            local(parameter).copy_(self._kept[number])
             self._kept[number] = now
 
     def _optimizer(self) -> LightningOptimizer:

@@ -113,6 +113,26 @@ def collate(rows: list[Row]) -> Batch:
     )
 
 
+def shares(rows: list[Row], processes: int) -> list[list[int]]:
+    """Indices of the rows of each process: about as many rows, of the same lengths, for each."""
+    order = sorted(range(len(rows)), key=lambda i: (len(rows[i].token_ids), rows[i].start, i))
+    return [order[number::processes] for number in range(processes)]
+
+
+def cut_for(rows: list[Row], micro_batch_tokens: int, process: int, processes: int) -> list[tuple[list[int], bool]]:
+    """The micro-batches of one process, as indices into `rows`, the same number for every process: where it has fewer
+    than another it repeats one, with False, which counts for nothing. Sharded models need all to take part in each."""
+    if not rows:
+        return []
+    parts = [
+        [[part[i] for i in batch] for batch in cut([rows[i] for i in part], micro_batch_tokens)]
+        for part in shares(rows, processes)
+    ]
+    filler = next(batches[0] for batches in parts if batches)[:1]
+    own = [(batch, True) for batch in parts[process]]
+    return own + [(filler, False)] * (max(map(len, parts)) - len(own))
+
+
 def cut(rows: list[Row], micro_batch_tokens: int) -> list[list[int]]:
     """Indices of the rows of each micro-batch: rows of similar length together, at most `micro_batch_tokens` padded
     tokens each (prompt and completion), and at least one row."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from grpo_lightning.clock import PhaseClock
 from grpo_lightning.data.prompts import Prompt, PromptStream
+from grpo_lightning.distributed import gather, join, share
 from grpo_lightning.objective import Objective
 from grpo_lightning.reward import RewardBatch, RewardSet
 from grpo_lightning.rollout.buffer import Row, pad_completions
-from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams
+from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams, of_all, own_part
 from grpo_lightning.rollout.metrics import rollout_metrics
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,9 @@ class Rollout:
 
 class Collector:
     """Draws prompts, generates, scores, applies the objective's rollout-level parts, and keeps surplus groups.
+
+    With several processes each generates and scores a share of the groups; all of them then have all groups, so that
+    everything that follows is computed alike on each.
 
     Args:
         prompts_per_rollout: P, over all processes. group_size: G. seed: of the sampling keys.
@@ -172,7 +176,8 @@ class Collector:
         """Begin to generate the first draw of rollout `number`, with the weights that the engine has now."""
         prompts, requests = self._requests(number)
         started = time.perf_counter()
-        completions = self.engine.submit(requests, self.sampling)  # type: ignore[attr-defined]
+        mine = own_part(self.engine, requests)
+        completions = self.engine.submit(mine, self.sampling)  # type: ignore[attr-defined]
         self._ahead = Ahead(number, prompts, completions, started)
         completions.add_done_callback(self._ahead.end)
 
@@ -182,7 +187,7 @@ class Collector:
             return
         ahead, self._ahead = self._ahead, None
         with self.clock("generate"):
-            completions = ahead.completions.result()
+            completions = of_all(self.engine, ahead.completions.result())
         seconds = (ahead.ended or time.perf_counter()) - ahead.started
         with self.clock("score"):
             draw = self._score(ahead.prompts, completions, ahead.number, ahead.number - 1, seconds)
@@ -205,7 +210,8 @@ class Collector:
         prompts, requests = self._requests(number)
         started = time.perf_counter()
         with self.clock("generate"):
-            completions = self.engine.generate(requests, self.sampling)
+            mine = own_part(self.engine, requests)
+            completions = of_all(self.engine, self.engine.generate(mine, self.sampling))
         seconds = time.perf_counter() - started
         with self.clock("score"):
             return self._score(prompts, completions, number, number, seconds)
@@ -218,7 +224,8 @@ class Collector:
         weights_rollout: int,
         seconds: float,
     ) -> Draw:
-        sampled = [(index, prompt, group) for (index, prompt), group in zip(prompts, completed, strict=True)]
+        everything = [(index, prompt, group) for (index, prompt), group in zip(prompts, completed, strict=True)]
+        sampled = share(everything)  # each process scores a part of the groups
         flat = [(index, prompt, c, k) for index, prompt, cs in sampled for k, c in enumerate(cs)]
         batch = reward_batch(
             [prompt for _, prompt, _, _ in flat],
@@ -260,7 +267,8 @@ class Collector:
                     weights_rollout=weights_rollout,
                 )
             )
-        return Draw(groups, result.errors, seconds)
+        errors = [message for messages in gather(result.errors) for message in messages]
+        return Draw(join(groups), errors, seconds)
 
     def _varied(self, groups: list[Group]) -> list[Group]:
         """The groups that `sampling` keeps, by their task rewards (before any shaping)."""

@@ -1,9 +1,13 @@
 """What a rollout engine is: token ids in, sampled token ids with their log-probabilities out."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
+
+from grpo_lightning.distributed import gather, join, share
+from grpo_lightning.rollout.weights import named_weights
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,15 @@ class Completion:
 class Engine(Protocol):
     """A rollout engine. `sync` comes after every optimiser phase, before the next `generate`.
 
+    With several processes each has an engine, which generates for its share of the groups. Where `shared` is true there
+    is one for all of them, with process 0; the others have an `Elsewhere`.
+
     One that generates while the policy is updated (rollout.ahead=1) also has `submit`, which returns the Future of what
     `generate` would return, and whose `sync` waits for what was submitted before.
     """
 
     name: str
+    shared: bool
 
     def sync(self, policy: nn.Module, version: int) -> None:
         """Take over the policy's weights; completions carry `version` from now on."""
@@ -68,3 +76,40 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back what the engine holds."""
+
+
+class Elsewhere:
+    """Stands, in the other processes, for a shared engine that process 0 has."""
+
+    shared = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        for _ in named_weights(policy):  # sharded weights are gathered by all processes together
+            pass
+
+    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+        return []
+
+    def submit(self, requests: list[Request], params: SamplingParams) -> "Future[list[list[Completion]]]":
+        nothing: Future[list[list[Completion]]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def own_part(engine: Engine, requests: list[Request]) -> list[Request]:
+    """The requests, of those of all processes, that this process's engine answers."""
+    return requests if engine.shared else share(requests)
+
+
+def of_all(engine: Engine, answers: list[list[Completion]]) -> list[list[Completion]]:
+    """The answers to the requests of all processes, from this process's to its own."""
+    return gather(answers)[0] if engine.shared else join(answers)

@@ -6,20 +6,26 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
 from grpo_lightning.rollout.sampling import keyed_uniform, sample_tokens
+from grpo_lightning.rollout.weights import named_weights
 
 
 class HFEngine:
     """Samples from the policy in the trainer's own process; the weights are shared, so `sync` copies nothing.
+
+    Of a policy whose weights are sharded over processes it samples from a whole copy, since the processes, which
+    generate unequally long, could not gather the shards together token by token.
 
     Args:
         max_rows: the most completions decoded at once; what bounds the memory of the key-value cache.
     """
 
     name = "hf"
+    shared = False
 
     def __init__(self, max_rows: int = 256) -> None:
         if max_rows < 1:
@@ -29,7 +35,16 @@ class HFEngine:
         self._version = 0
 
     def sync(self, policy: nn.Module, version: int) -> None:
-        self._model, self._version = policy, version
+        self._version = version
+        if not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
+            self._model = policy
+            return
+        if self._model is None:
+            model = AutoModelForCausalLM.from_config(cast(PreTrainedConfig, policy.config), dtype=torch.float32)
+            self._model = model.to(next(policy.parameters()).device)
+        own = self._model.state_dict()
+        for name, tensor in named_weights(policy):
+            own[name].copy_(tensor)
 
     def sleep(self) -> None:
         """It holds nothing but what a call needs."""

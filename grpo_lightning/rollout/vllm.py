@@ -39,6 +39,7 @@ class VLLMEngine:
     """
 
     name = "vllm"
+    shared = False
 
     def __init__(
         self,
@@ -55,8 +56,6 @@ class VLLMEngine:
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         os.environ |= {**defaults, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # read when vLLM is imported
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import logs before it has read that
-        # vLLM makes a process group, of this process alone; Lightning then takes the run for a distributed one.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         with _trainer_kept():
             try:
                 import vllm

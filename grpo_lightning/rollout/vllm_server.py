@@ -45,6 +45,7 @@ class VLLMServerEngine:
     """
 
     name = "vllm_server"
+    shared = True
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ class ThreadedHF:
     of what happened."""
 
     name = "threaded"
+    shared = False
     log: list[str] = []  # noqa: RUF012
 
     def __init__(self, delay: float = 0.0, **options: Any) -> None:

@@ -19,6 +19,7 @@ class FakeEngine:
     """Completion k of draw d is the token `plan(d)[k]` (its reward) and then `length(d, k)` filler tokens."""
 
     name = "fake"
+    shared = False
 
     def __init__(self, plan, length=lambda draw, k: 2, truncated=lambda draw, k: False):
         self.plan, self.length, self.truncated = plan, length, truncated

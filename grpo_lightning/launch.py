@@ -1,0 +1,104 @@
+"""Several devices on one machine: the command starts a process for each and watches over them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from omegaconf import DictConfig
+
+from grpo_lightning.errors import UsageError
+
+PARENT = "GRPO_LIGHTNING_PARENT"
+GRACE = 30.0  # seconds that the others have to end by themselves once a process has failed
+
+
+def devices(trainer: DictConfig) -> int:
+    """Devices on this machine: what trainer.devices says, or the GPUs that are there.
+
+    Raises:
+        UsageError: it is neither a number nor "auto".
+    """
+    count = trainer.devices
+    if count in ("auto", -1):
+        return max(1, torch.cuda.device_count()) if trainer.accelerator != "cpu" else 1
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError(f"trainer.devices must be a whole number of at least 1, or auto, got {count}")
+    return count
+
+
+def processes(trainer: DictConfig) -> int:
+    """Processes of the whole run, on all nodes."""
+    return devices(trainer) * int(trainer.num_nodes)
+
+
+def started_from_outside() -> bool:
+    """Whether torchrun, srun or this module has started this process as one of several."""
+    return "LOCAL_RANK" in os.environ or SLURMEnvironment.detect()
+
+
+def launch(overrides: list[str], count: int) -> list[int]:
+    """Run the command with these overrides in `count` processes; their exit codes, negative where a signal ended one.
+
+    A signal to stop is passed on once to each. When one fails the others, which would wait for it forever, are ended.
+    """
+    port = _free_port()
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    command = [sys.executable, "-m", "grpo_lightning.train", *overrides]
+    children = []
+    for number in range(count):
+        environment = {
+            "OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "NODE_RANK": "0", "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), PARENT: str(os.getpid()),
+        }  # fmt: skip
+        # In sessions of their own: Ctrl-C reaches them through this process alone, and so only once.
+        children.append(subprocess.Popen(command, env=environment, start_new_session=True))
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return _watch(children)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(children: "list[subprocess.Popen[bytes]]") -> list[int]:
+    failed_at: float | None = None
+    while any(child.poll() is None for child in children):
+        if failed_at is None and any(child.poll() not in (None, 0) for child in children):
+            failed_at = time.monotonic()
+        usage = any(child.poll() == 2 for child in children)  # before the others had anything to finish
+        if failed_at is not None and time.monotonic() - failed_at > (1.0 if usage else GRACE):
+            for child in children:
+                child.kill()
+        time.sleep(0.1)
+    return [child.returncode for child in children]
+
+
+def end_with_parent() -> None:
+    """In a process that `launch` started: end it when the one that watches over it is gone."""
+    parent = os.environ.get(PARENT)
+
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -15,6 +15,7 @@ class Engine:
     """Sampled completion k of prompt p is right iff (p + k) % 4 == 0; greedy is right for prompt 1 alone."""
 
     name = "fake"
+    shared = False
 
     def __init__(self):
         self.requests = []

@@ -49,11 +49,6 @@ def join(part: list[Any]) -> list[Any]:
     return joined
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any process."""
-    return any(gather(flag))
-
-
 def add(values: Tensor, device: torch.device) -> Tensor:
     """The sum over processes of `values`, a float64 vector on the CPU; `device` is where collectives run."""
     return _reduce(values, device, dist.ReduceOp.SUM)

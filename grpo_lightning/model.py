@@ -1,27 +1,39 @@
 """Loading a policy: any Hugging Face id or local folder; its tokenizer and its end-of-sequence ids."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_lightning.errors import UsageError
+from grpo_lightning.lora import add_adapters, check_lora, has_adapters, merge_adapter
 from grpo_lightning.rollout.buffer import Batch
 
 LOGITS_AT_ONCE = 2**24  # 64 MB in float32
 TINY_MODEL = Path(__file__).parent / "models" / "tiny"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def resolve_path(path: str) -> str:
-    """The folder or hub id that `model.path` names. "tiny" is the model shipped in the package.
+    """The folder or hub id of the whole model that `model.path` names: of a peft adapter, its base model's.
+
+    "tiny" is the model shipped in the package.
 
     Raises:
         UsageError: it looks like a folder (or is no valid hub id) and is not there.
     """
     if path == "tiny":
         return str(TINY_MODEL)
+    if adapter := _adapter_folder(path):
+        base = _base_of(adapter)
+        try:
+            return resolve_path(base)
+        except UsageError as error:
+            raise UsageError(f"model.path={path} is an adapter, and its base model is not there: {error}") from error
     if Path(path).expanduser().is_dir():
         folder = Path(path).expanduser()
         if not (folder / "config.json").exists():
@@ -35,31 +47,72 @@ def resolve_path(path: str) -> str:
     return path
 
 
+def _adapter_folder(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    return folder if (folder / ADAPTER_CONFIG).is_file() else None
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise UsageError(f"model.path={adapter}: its {ADAPTER_CONFIG} names no base_model_name_or_path")
+    if base == str(adapter):
+        raise UsageError(f"model.path={adapter}: its {ADAPTER_CONFIG} names the adapter itself as its base model")
+    return base
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of `path`. Padding uses ids directly, so that a tokenizer without a pad token is no trouble."""
+    adapter = _adapter_folder(path)
+    own = adapter is not None and (adapter / "tokenizer_config.json").exists()  # peft's folders need not have one
     try:
-        return AutoTokenizer.from_pretrained(resolve_path(path))
+        return AutoTokenizer.from_pretrained(str(adapter) if own else resolve_path(path))
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(_load_message(path, "tokenizer", error)) from error
 
 
-def load_policy(path: str, *, attn_implementation: str | None = None) -> nn.Module:
+def load_policy(
+    path: str, *, attn_implementation: str | None = None, lora: Mapping[str, Any] | None = None
+) -> nn.Module:
     """The model in float32 (master weights: an update of 1e-6 on a bfloat16 weight rounds to nothing), dropout off.
 
+    Args:
+        path: `model.path`. A peft adapter is merged into its base model, so that both together are the policy that
+            training starts from and that the reference stays.
+        lora: the options of `model.lora`; without a rank, every weight is trained.
+
     Raises:
-        UsageError: the folder or id cannot be loaded.
+        UsageError: the folder or id cannot be loaded, or the options of LoRA do not fit the model.
     """
+    if lora:
+        check_lora(**lora)
+    model = _load(path, attn_implementation)
+    disable_dropout(model)
+    if lora and lora["r"] is not None:
+        add_adapters(model, **lora)
+    return model
+
+
+def _load(path: str, attn_implementation: str | None) -> PreTrainedModel:
+    adapter = _adapter_folder(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve_path(path), dtype=torch.float32, attn_implementation=attn_implementation
+        folder = resolve_path(path)
+        if adapter is not None:
+            return merge_adapter(_load(_base_of(adapter), attn_implementation), adapter)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attn_implementation
         )
     except UsageError:
         raise
     except Exception as error:  # a damaged file, a missing attention package, no network: all the user's to mend
-        raise UsageError(_load_message(path, "model", error)) from error
-    disable_dropout(model)
+        raise UsageError(_load_message(path, "adapter" if adapter else "model", error)) from error
+    if has_adapters(model):
+        raise UsageError(f"model.path={path} is an adapter on the hub: download it, and give its folder")
     return model
 
 

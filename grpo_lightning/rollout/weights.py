@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from grpo_lightning.lora import ADAPTER, is_adapter_weight, merged
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -11,7 +14,22 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     A saved model folder leaves a tied `lm_head.weight` out, but vLLM may hold a packed copy of it, which only that name
     renews. A tensor that is spread over processes is gathered when its turn comes, so that no two are whole at once;
-    every process has to go through the whole iterator.
+    every process has to go through the whole iterator. Adapters are merged into the weights they belong to, also one at
+    a time, and have no names of their own.
     """
     for name, tensor in policy.state_dict().items():
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_adapter_weight(name):
+            continue
+        owner, _, last = name.rpartition(".base_layer.")
+        layer = policy.get_submodule(owner) if owner else None
+        if not isinstance(layer, LoraLayer):
+            yield name, _whole(tensor)
+        elif last == "weight":
+            a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            yield f"{owner}.{last}", merged(layer, _whole(tensor), _whole(a), _whole(b))
+        else:
+            yield f"{owner}.{last}", _whole(tensor)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -25,6 +25,7 @@ from grpo_lightning.callbacks import Checkpoint, EvaluationCallback, Recorder, R
 from grpo_lightning.data.prompts import PromptStream, tokenize
 from grpo_lightning.errors import UsageError
 from grpo_lightning.evaluation import evaluate
+from grpo_lightning.lora import has_adapters
 from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import Objective
@@ -90,10 +91,10 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
     stream = PromptStream(prompts, cfg.seed)
     stream.check(cfg.rollout.prompts)
 
-    policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
+    policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation, lora=_plain(cfg.model.lora))
     _check_room(policy, max(len(p.token_ids) for p in prompts + val_prompts), cfg.rollout.max_new_tokens)
     reference = None
-    if objective.needs_reference:
+    if objective.needs_reference and not has_adapters(policy):
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     engine = build_engine(cfg, folder)
     buffer = RolloutBuffer(cfg["update"].epochs, cfg["update"].minibatches, cfg.seed)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grpo_lightning.clock import PhaseClock
 from grpo_lightning.distributed import gather, local, rank, shard, whole, world_size
 from grpo_lightning.errors import RunError
+from grpo_lightning.lora import has_adapters, is_adapter_weight, without_adapters
 from grpo_lightning.model import token_logps
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.buffer import RolloutBuffer, Row, collate, cut_for, loss_masks, shares
@@ -29,7 +30,8 @@ class GRPOModule(L.LightningModule):
 
     Args:
         policy: a causal language model in float32. reference: the frozen reference policy, or None at kl=none. It is
-            held outside the module tree, so that it is in no checkpoint and gets no gradient.
+            held outside the module tree, so that it is in no checkpoint and gets no gradient. None where the policy has
+            adapters: its reference is the policy itself with the adapters switched off.
         optimizer: parameters -> torch optimiser, at the full learning rate.
         temperature: of the sampling; logits are divided by it.
         micro_batch_tokens: the most padded tokens in one forward and backward pass.
@@ -65,6 +67,7 @@ class GRPOModule(L.LightningModule):
         if reference is not None:
             reference.requires_grad_(False).eval()
         self._reference = (reference,)  # in a tuple, which torch does not look into
+        self.strict_loading = not has_adapters(policy)  # see on_save_checkpoint
         self.old_logp = old_logp
         self._kept: list[Tensor] = []
         self.clock = PhaseClock()
@@ -76,7 +79,7 @@ class GRPOModule(L.LightningModule):
 
     @property
     def reference(self) -> nn.Module | None:
-        """The frozen reference policy."""
+        """The frozen reference policy, where it is a model of its own."""
         return self._reference[0]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -190,13 +193,15 @@ class GRPOModule(L.LightningModule):
     @torch.no_grad()
     def score_logps(self, rows: Sequence[Row], reference: bool) -> list[Tensor]:
         """Log-probabilities [T] float32 of each row's completion under the policy as it is now, or the reference."""
-        model = self.reference if reference else self.policy
-        if model is None:
+        model = self.reference if reference and self.reference is not None else self.policy
+        adapters_off = reference and self.reference is None
+        if adapters_off and not has_adapters(self.policy):
             raise RuntimeError("there is no reference policy: the objective has kl=none")
         result: list[Tensor] = [torch.empty(0)] * len(rows)
         for indices, _ in cut_for(list(rows), self.micro_batch_tokens, rank(), world_size()):
             batch = collate([rows[i] for i in indices]).to(self.device)
-            with self.trainer.precision_plugin.forward_context():
+            adapters = without_adapters(model) if adapters_off else nullcontext()
+            with self.trainer.precision_plugin.forward_context(), adapters:
                 logp, _ = token_logps(model, batch, self.temperature)
             for index, values in zip(indices, logp.cpu(), strict=True):
                 result[index] = values[: rows[index].length].clone()
@@ -235,8 +240,15 @@ class GRPOModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tokens_trained"], checkpoint["seconds"] = self.tokens_trained, dict(self.clock.total)
         checkpoint["objective"] = self.objective.state_dict()
+        if has_adapters(self.policy):  # the model they were put into never changes: model.path has it
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: weights[name] for name in weights if is_adapter_weight(name)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.strict_loading and "state_dict" in checkpoint:  # with trainer=fsdp it has been loaded already
+            adapters = {name for name in self.state_dict() if is_adapter_weight(name)}
+            if checkpoint["state_dict"].keys() != adapters:
+                raise RunError("the checkpoint does not hold the adapters that model.lora describes")
         self.tokens_trained = checkpoint["tokens_trained"]
         self.objective.load_state_dict(checkpoint["objective"])
         for phase, seconds in checkpoint["seconds"].items():

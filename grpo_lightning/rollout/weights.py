@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from grpo_lightning.distributed import whole
 from grpo_lightning.lora import ADAPTER, is_adapter_weight, merged
 
 
@@ -23,13 +23,9 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, last = name.rpartition(".base_layer.")
         layer = policy.get_submodule(owner) if owner else None
         if not isinstance(layer, LoraLayer):
-            yield name, _whole(tensor)
+            yield name, whole(tensor)
         elif last == "weight":
             a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            yield f"{owner}.{last}", merged(layer, _whole(tensor), _whole(a), _whole(b))
+            yield f"{owner}.{last}", merged(layer, whole(tensor), whole(a), whole(b))
         else:
-            yield f"{owner}.{last}", _whole(tensor)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield f"{owner}.{last}", whole(tensor)

@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 # Read once, when the libraries are imported. Threads that wait by spinning make a run on a busy machine several times
 # slower, since the ones they wait for cannot get a core.
@@ -29,6 +29,7 @@ from rich.console import Console
 from grpo_lightning import config
 from grpo_lightning.build import Run, build
 from grpo_lightning.errors import RunError, UsageError
+from grpo_lightning.export import export
 from grpo_lightning.objective.load import conf_dir
 from grpo_lightning.run_folder import RunFolder, read_summary
 from grpo_lightning.sweep import INTERRUPTED, SweepTable, run_child
@@ -150,11 +151,7 @@ def _fit(run: Run, checkpoint: Path | None) -> None:
     # The checkpoint is this run's own file; it holds plain tensors and the rows of surplus groups.
     run.trainer.fit(run.module, run.loader, ckpt_path=checkpoint, weights_only=False)
     if run.trainer.state.status == TrainerStatus.FINISHED:
-        export = run.folder.checkpoints / "model"
-        cast(transformers.PreTrainedModel, run.module.policy).save_pretrained(export)
-        run.tokenizer.save_pretrained(export)
-        for file in export.iterdir():
-            file.chmod(0o644)  # safetensors makes its file readable by its owner alone
+        export(run.module.policy, run.tokenizer, run.folder.checkpoints / "model")
 
 
 def _how_to_go_on(cfg: DictConfig, folder: RunFolder) -> str:

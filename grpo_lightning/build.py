@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,22 @@ import wandb
 from hydra.errors import HydraException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
-from grpo_lightning import config
-from grpo_lightning.callbacks import Checkpoint, EvaluationCallback, Recorder, RolloutCallback, SamplerCheck
+from grpo_lightning import config, distributed, launch
+from grpo_lightning.callbacks import (
+    Checkpoint,
+    EvaluationCallback,
+    RandomStates,
+    Recorder,
+    RolloutCallback,
+    SamplerCheck,
+    StopRequest,
+)  # fmt: skip
 from grpo_lightning.data.prompts import PromptStream, tokenize
 from grpo_lightning.errors import UsageError
 from grpo_lightning.evaluation import evaluate
@@ -33,11 +43,13 @@ from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.auto import auto_choice
 from grpo_lightning.rollout.buffer import RolloutBuffer
 from grpo_lightning.rollout.collect import Collector
-from grpo_lightning.rollout.engine import Engine, SamplingParams
+from grpo_lightning.rollout.engine import Elsewhere, Engine, SamplingParams
 from grpo_lightning.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
+PATIENCE = timedelta(hours=12)
+VLLM_SERVER = "grpo_lightning.rollout.vllm_server.VLLMServerEngine"
 TEMPLATE_OPTIONS = ("template", "system_prompt", "chat", "max_prompt_tokens", "long_prompts")
 
 
@@ -68,8 +80,12 @@ class Run:
             wandb.finish()
 
 
-def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: list[str]) -> Run:
+def build(
+    cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: list[str], stop: StopRequest | None = None
+) -> Run:
     """Build the run that `cfg` (composed from `overrides`) describes: cheap checks of the input first, the model last.
+
+    It ends early where `stop` is asked to.
 
     Raises:
         UsageError: something in the options or the input files is wrong.
@@ -136,12 +152,16 @@ def build(cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: l
     val_names = ["accuracy", "greedy", "reward", "length_mean", "truncated_fraction", f"pass@{cfg.eval.samples}"]
     recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides))
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
-    checkpoint = Checkpoint(folder, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep)
+    stop = stop or StopRequest()
+    checkpoint = Checkpoint(
+        folder, stop, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep, best=cfg.checkpoint.best
+    )
     check = SamplerCheck(cfg.trainer.precision)
-    trainer = _trainer(cfg, folder, [rollouts, evaluation, recorder, check, *extra, checkpoint])
+    trainer = _trainer(cfg, folder, [stop, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint])
     log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
     # The loader yields minibatch numbers; the rows are in the buffer, which the rollout callback fills.
-    loader: DataLoader[int] = DataLoader(range(len(buffer)), batch_size=None)  # type: ignore[arg-type]
+    # Its own generator: a loader draws a number whenever it is begun, which a resumed run does another number of times.
+    loader: DataLoader[int] = DataLoader(range(len(buffer)), batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
     return Run(
         trainer, module, loader, tokenizer, engine, rewards, eval_rewards, rollouts, evaluation, recorder, folder,
         skipped + val_skipped,
@@ -186,7 +206,10 @@ def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) ->
         "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         "default_root_dir": folder.path,
         **_plain(cfg.trainer),
+        "devices": launch.devices(cfg.trainer),
+        "strategy": _strategy(cfg.trainer),
     }
+    del options["activation_checkpointing"]
     try:
         return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder))
     except (TypeError, ValueError, MisconfigurationException) as error:
@@ -194,9 +217,24 @@ def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) ->
         raise UsageError(f"trainer: {' '.join(str(error).split())}{hint}") from error
 
 
+def _strategy(trainer: DictConfig) -> Strategy | str:
+    """Processes wait for each other as long as one generates or scores longer than the others: hours, not minutes."""
+    if trainer.strategy == "ddp":
+        return DDPStrategy(timeout=PATIENCE, forward_sync_buffers=False)
+    if trainer.strategy == "fsdp":
+        # One file a checkpoint, whatever the number of processes, so that another number can go on from it.
+        return ModelParallelStrategy(
+            data_parallel_size=launch.processes(trainer), tensor_parallel_size=1, save_distributed_checkpoint=False,
+            timeout=PATIENCE,
+        )  # fmt: skip
+    return "auto"
+
+
 def build_engine(cfg: DictConfig, folder: RunFolder) -> Engine:
     """The rollout engine of the configuration; what rollout=auto takes is in rollout/auto.py."""
     options = _plain(cfg.rollout.engine)
+    if options["_target_"] == VLLM_SERVER and distributed.rank() > 0:
+        return Elsewhere("vllm_server")
     if "log" in options and options["log"] is None:
         options["log"] = str(folder.path / "vllm_server.log")
     return instantiate(options, "rollout.engine")
@@ -211,6 +249,7 @@ def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
             options["save_dir"] = str(folder.path)
             options.setdefault("name", folder.path.name)
             options["mode"] = wandb_mode(options.get("mode", "auto"))
+            options.setdefault("id", folder.wandb_id())  # a resumed run goes on in the same run there
         logger = instantiate(options, f"logger.{name}")
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
         loggers.append(logger)

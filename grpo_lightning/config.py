@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_lightning import launch
 from grpo_lightning.errors import UsageError
 from grpo_lightning.objective import Objective
 from grpo_lightning.objective.correction import NoCorrection
@@ -70,6 +72,7 @@ class EvalOptions:
 class CheckpointOptions:
     every: int
     keep: int
+    best: str | None
 
 
 @dataclass
@@ -176,6 +179,9 @@ def check(cfg: DictConfig) -> Objective:
             f"rollout.temperature must be above 0 (rollouts are sampled, not greedy), got {cfg.rollout.temperature}"
         )
     _check_optimizer(cfg.optimizer)
+    monitored = ["val/accuracy", "val/greedy", f"val/pass@{cfg.eval.samples}", "val/reward"]
+    if cfg.checkpoint.best not in (None, *monitored):
+        raise UsageError(f"checkpoint.best must be null or one of {', '.join(monitored)}, got {cfg.checkpoint.best}")
     update = cfg["update"]  # cfg.update is a method of DictConfig
     if update.minibatches > cfg.rollout.prompts:
         raise UsageError(
@@ -199,8 +205,7 @@ def check(cfg: DictConfig) -> Objective:
     for key, value in cfg.trainer.items():
         if f"trainer.{key}" in HINTS and value is not None:
             raise UsageError(f"trainer.{key} is not used here: {HINTS[f'trainer.{key}']}")
-    if cfg.trainer.devices != 1 or cfg.trainer.get("num_nodes", 1) != 1:
-        raise UsageError(f"trainer.devices={cfg.trainer.devices}: training runs on one device; set trainer.devices=1")
+    _check_processes(cfg)
     if not cfg.reward:
         raise UsageError("reward is empty: name at least one component, such as reward=[exact]")
     try:
@@ -216,6 +221,25 @@ def check(cfg: DictConfig) -> Objective:
     except (ValueError, TypeError) as error:
         raise UsageError(_first_line(error)) from error
     return objective
+
+
+def _check_processes(cfg: DictConfig) -> None:
+    trainer, engine = cfg.trainer, str(cfg.rollout.engine.get("_target_"))
+    if trainer.strategy not in ("auto", "ddp", "fsdp"):
+        raise UsageError(f"trainer.strategy must be auto (one process), ddp or fsdp, got {trainer.strategy}")
+    if not isinstance(trainer.num_nodes, int) or trainer.num_nodes < 1:
+        raise UsageError(f"trainer.num_nodes must be a whole number of at least 1, got {trainer.num_nodes}")
+    count = launch.processes(trainer)
+    if count > 1 and trainer.strategy == "auto":
+        raise UsageError(f"{count} devices (trainer.devices, trainer.num_nodes): add trainer=ddp or trainer=fsdp")
+    if trainer.num_nodes > 1 and not launch.started_from_outside():
+        raise UsageError(
+            f"trainer.num_nodes={trainer.num_nodes}: start the command on every node, through torchrun or srun (README)"
+        )
+    if count > cfg.rollout.prompts:
+        raise UsageError(f"rollout.prompts={cfg.rollout.prompts} is less than the {count} processes: raise it")
+    if count > 1 and engine.endswith(".VLLMEngine") and not torch.cuda.is_available():
+        raise UsageError("rollout=vllm on a CPU runs in one process alone: rollout=hf or rollout=vllm_server")
 
 
 def _check_optimizer(optimizer: DictConfig) -> None:

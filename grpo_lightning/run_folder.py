@@ -4,13 +4,18 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_lightning.errors import UsageError
+from grpo_lightning.distributed import rank
+from grpo_lightning.errors import RunError, UsageError
 
 # What a resumed run may change: how long, how fast and how it is shown, and the optimiser's numbers.
 MAY_CHANGE = (
@@ -20,15 +25,19 @@ MAY_CHANGE = (
 
 
 class RunFolder:
-    """The folder of one run. Files that are replaced are written beside their place and moved, never half written."""
+    """The folder of one run. Files that are replaced are written beside their place and moved, never half written.
+
+    Of several processes only the first one writes; the others read what is there before it begins.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rollouts, self.validation, self.checkpoints = (path / n for n in ("rollouts", "validation", "checkpoints"))
         self.begun = False
+        self.config: dict[str, Any] = {}  # of the run that goes on here now
         self._header: list[str] | None = None
 
-    def open(self, cfg: DictConfig, resume: bool) -> Path | None:
+    def open(self, cfg: DictConfig, overrides: list[str], resume: bool) -> Path | None:
         """Prepare the folder; returns the newest checkpoint to go on from, or None to start from the beginning.
 
         Nothing that is there is changed before `begin`.
@@ -37,18 +46,19 @@ class RunFolder:
             UsageError: the folder holds a run and `resume` is off, or it cannot be written.
         """
         checkpoints = self.all_checkpoints()
+        self.config = _plain(cfg)
         if not resume and self.holds_run():
             raise UsageError(
                 f"hydra.run.dir={self.path} already holds a run: resume=auto goes on with it, "
                 "another hydra.run.dir starts a new one"
             )
-        if resume and checkpoints:
-            self._check_same(cfg)
+        if resume and checkpoints and (self.path / "config.yaml").exists():
+            self.check_same(_plain(OmegaConf.load(self.path / "config.yaml")), self.path)
         try:
             for folder in (self.rollouts, self.validation, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
             if not checkpoints:
-                _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+                self._write_config(cfg, overrides)
         except OSError as error:
             raise UsageError(f"hydra.run.dir={self.path} cannot be written: {error}") from error
         return checkpoints[-1] if resume and checkpoints else None
@@ -57,15 +67,12 @@ class RunFolder:
         """Whether something was computed here."""
         return (self.path / "metrics.csv").exists() or any(self.validation.glob("*.jsonl"))
 
-    def _check_same(self, cfg: DictConfig) -> None:
-        """Refuse to go on with another objective, model or data than those the checkpoint was made with."""
-        before = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
-        now = OmegaConf.to_container(cfg, resolve=True)
-        assert isinstance(before, dict) and isinstance(now, dict)
-        for key in _differences(before, now):
+    def check_same(self, before: dict[str, Any], where: Path) -> None:
+        """Refuse to go on with another objective, model or data than in `before`, the configuration at `where`."""
+        for key in _differences(before, self.config):
             if not key.startswith(MAY_CHANGE):
                 raise UsageError(
-                    f"{key} differs from the run in {self.path}, which can only go on as it was: leave it out, "
+                    f"{key} differs from the run in {where}, which can only go on as it was: leave it out, "
                     "or start a new run in another hydra.run.dir"
                 )
 
@@ -73,6 +80,9 @@ class RunFolder:
     def rollout_of(checkpoint: Path) -> int:
         """The rollout that a checkpoint was written after."""
         return int(checkpoint.stem.partition("=")[2])
+
+    def checkpoint_of(self, rollout: int) -> Path:
+        return self.checkpoints / f"rollout={rollout:06d}.ckpt"
 
     def all_checkpoints(self) -> list[Path]:
         """From the oldest to the newest: they are named by rollout."""
@@ -84,38 +94,80 @@ class RunFolder:
         What a stopped run wrote beyond that is removed: it will be written again.
         """
         self.begun = True
+        if rank() > 0:
+            return
+        with _reporting(self.path):
+            self._write_config(cfg, overrides)
+            for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
+                for cut_off in folder.glob("*.part"):
+                    shutil.rmtree(cut_off) if cut_off.is_dir() else cut_off.unlink()
+            table = self.path / "metrics.csv"
+            if table.exists():
+                with table.open(newline="") as file:
+                    rows = list(csv.reader(file))
+                at = rows[0].index("step")
+                kept = [rows[0], *(row for row in rows[1:] if len(row) == len(rows[0]) and int(row[at]) <= step)]
+                _write(table, "".join(",".join(row) + "\n" for row in kept))
+                self._header = rows[0]
+            for folder in (self.rollouts, self.validation):
+                for written in folder.glob("*.jsonl"):
+                    if int(written.stem) > rollout:
+                        written.unlink()
+            for damaged in self.all_checkpoints():  # a newer one that could be read would have been gone on from
+                if self.rollout_of(damaged) > rollout:
+                    damaged.replace(damaged.with_name(damaged.name + ".damaged"))
+
+    def _write_config(self, cfg: DictConfig, overrides: list[str]) -> None:
         _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         _write(self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
-        table = self.path / "metrics.csv"
-        if table.exists():
-            with table.open(newline="") as file:
-                rows = list(csv.reader(file))
-            at = rows[0].index("step")
-            kept = [rows[0], *(row for row in rows[1:] if len(row) == len(rows[0]) and int(row[at]) <= step)]
-            _write(table, "".join(",".join(row) + "\n" for row in kept))
-            self._header = rows[0]
-        for folder in (self.rollouts, self.validation):
-            for written in folder.glob("*.jsonl"):
-                if int(written.stem) > rollout:
-                    written.unlink()
 
     def write_metrics(self, row: dict[str, Any], known: list[str]) -> None:
         """Append one row and flush it. The first row fixes the header: `known` and whatever else that row has."""
+        if rank() > 0:
+            return
         table = self.path / "metrics.csv"
         if self._header is None:
             self._header = list(dict.fromkeys([*known, *row]))
-            _write(table, ",".join(self._header) + "\n")
+            with _reporting(table):
+                _write(table, ",".join(self._header) + "\n")
         unknown = [name for name in row if name not in self._header]
         if unknown:
             raise RuntimeError(f"metrics.csv has a fixed header and no column for {', '.join(unknown)}")
-        with table.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow([_cell(row.get(name)) for name in self._header])
-            file.flush()
-            os.fsync(file.fileno())
+        with _reporting(table):
+            size = table.stat().st_size
+            try:
+                with table.open("a", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerow([_cell(row.get(name)) for name in self._header])
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                os.truncate(table, size)  # rather no row than half a row
+                raise
 
     def write_rows(self, folder: Path, number: int, records: list[dict[str, Any]]) -> None:
         """One JSON object a line in `folder`/NNNNNN.jsonl."""
-        _write(folder / f"{number:06d}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        path = folder / f"{number:06d}.jsonl"
+        with _reporting(path):
+            _write(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+    def write_checkpoint(self, path: Path, checkpoint: dict[str, Any]) -> None:
+        """Write a checkpoint with the configuration it was made with."""
+        with _reporting(path):
+            _replace(path, lambda file: torch.save(checkpoint | {"config": self.config}, file))
+
+    def write_best(self, record: dict[str, Any]) -> None:
+        """Which rollout best.ckpt is of, and its value."""
+        path = self.checkpoints / "best.json"
+        with _reporting(path):
+            _write(path, json.dumps(record) + "\n")
+
+    def wandb_id(self) -> str:
+        """The id of this run at wandb: made up once, and the same whenever the run is resumed."""
+        path = self.path / "wandb_id.txt"
+        if not path.exists():
+            with _reporting(path):
+                _write(path, secrets.token_hex(4) + "\n")
+        return path.read_text().strip() if rank() == 0 else ""
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _write(self.path / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
@@ -135,10 +187,45 @@ def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[str]:
         yield prefix.rstrip(".")
 
 
-def _write(path: Path, text: str) -> None:
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """A full disk and the like in one line. torch has its own exception for it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        raise RunError(f"{path} could not be written ({reason}); what was there before is as it was") from error
+
+
+def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file beside its place and move it there once it is on the disk: never half a file under its name."""
+    if rank() > 0:
+        return
     beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except (OSError, RuntimeError):
+        beside.unlink(missing_ok=True)  # its room is needed
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the move, too
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    _replace(path, lambda file: file.write(text.encode(errors="backslashreplace")))
+
+
+def _plain(cfg: Any) -> dict[str, Any]:
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 def _cell(value: Any) -> Any:

@@ -21,13 +21,16 @@ import torch
 import transformers
 from hydra._internal.utils import get_args
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
 from omegaconf import DictConfig
 from rich.console import Console
 
-from grpo_lightning import config
+from grpo_lightning import config, distributed, launch
 from grpo_lightning.build import Run, build
+from grpo_lightning.callbacks.checkpoint import newest_readable
+from grpo_lightning.callbacks.stop import Stop, StopRequest, requeue
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.export import export
 from grpo_lightning.objective.load import conf_dir
@@ -39,10 +42,12 @@ log = logging.getLogger(__name__)
 
 def _quiet() -> None:
     """Leave the terminal to this program: what the libraries say about themselves is not news to its user."""
+    logging.raiseExceptions = False  # a message that cannot be written to train.log is no reason for a traceback
     transformers.utils.logging.disable_progress_bar()
-    for name in ("lightning.pytorch", "httpx"):
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # every process has the values of all
 
 
 # The rest of summary.json; null in a run that failed before it was built.
@@ -55,6 +60,7 @@ FIGURES = (
 def main() -> None:
     """The command. Exit code 0: done; 1: something happened in the run; 2: wrong usage; 130: interrupted."""
     sys.path.insert(0, os.getcwd())  # a user's own parts lie where the command is typed
+    launch.end_with_parent()
     try:
         sys.argv[1:] = config.normalise(sys.argv[1:])
         arguments = get_args(sys.argv[1:])
@@ -63,6 +69,7 @@ def main() -> None:
             points = config.sweep_points(arguments.overrides) if arguments.multirun else [arguments.overrides]
             for point in points:
                 config.compose_checked([o for o in point if not o.startswith("hydra")])
+            _check_writable(arguments.overrides, "hydra.sweep.dir" if arguments.multirun else "hydra.run.dir")
     except UsageError as error:
         _say("wrong usage", error)
         sys.exit(2)
@@ -75,40 +82,82 @@ def main() -> None:
     sys.exit(1 if SweepTable.failed else 0)
 
 
+def _check_writable(overrides: list[str], key: str) -> None:
+    """Refuse a folder that cannot be written: Hydra, which makes it, would answer with a traceback."""
+    given = [o.value() for o in OverridesParser.create().parse_overrides(overrides) if o.key_or_group == key]
+    folder = Path(str(given[-1]).partition("${")[0] if given else "outputs").absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{key}={folder} cannot be written: {there} is no folder that this user may write to")
+
+
 def job(cfg: DictConfig) -> float | None:
     """One job: a run, or, in a sweep, a child process that is a run."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_child()
-    summary, code = run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    path = Path(HydraConfig.get().runtime.output_dir)
+    count = launch.devices(cfg.trainer)
+    if count > 1 and not launch.started_from_outside():
+        summary, code = _run_processes(count, path)
+    else:
+        summary, code = run(cfg, path)
     if code:
         sys.exit(code)
     return summary.get("val_accuracy")
 
 
+def _run_processes(count: int, path: Path) -> tuple[dict[str, Any], int]:
+    """The run in one process per device. Process 0 writes what it leaves behind, as long as it can."""
+    codes = launch.launch([*_overrides(), f"hydra.run.dir={config.quote(str(path))}"], count)
+    if codes[0] >= 0 and (codes[0] > 0 or not any(codes)):
+        return read_summary(path) or {}, codes[0]
+    number = next(number for number, code in enumerate(codes) if code)
+    how = f"was ended by signal {-codes[number]}" if codes[number] < 0 else "failed (its message is above)"
+    message = f"process {number} of {count} {how}"
+    summary = {**(read_summary(path) or {}), "status": "failed", "message": message}
+    RunFolder(path).write_summary(summary)
+    _say("the run failed", message)
+    return summary, 1
+
+
 def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     """Train as `cfg` says in the folder `path`. Returns the summary, which is also written, and the exit code."""
     _quiet()
+    if distributed.rank() > 0:  # one process speaks for all
+        logging.disable(logging.WARNING)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    with StopRequest() as stop:
+        summary, code = _run(cfg, path, stop)
+    if stop.wants_requeue and code == INTERRUPTED and distributed.rank() == 0:
+        if cfg.resume == "auto":
+            _say("interrupted", requeue())
+        else:
+            _say("interrupted", "not requeued: the command line has to have resume=auto and a hydra.run.dir=FOLDER")
+    return summary, code
+
+
+def _run(cfg: DictConfig, path: Path, stop: StopRequest) -> tuple[dict[str, Any], int]:
     folder, started = RunFolder(path), None
     summary: dict[str, Any] = {"status": "failed", "message": "", **_identity(cfg), **dict.fromkeys(FIGURES)}
     code = 1
     try:
         objective = config.check(cfg)
-        checkpoint = folder.open(cfg, resume=cfg.resume == "auto")
+        checkpoint = folder.open(cfg, _overrides(), resume=cfg.resume == "auto")
         earlier = read_summary(path) or {}
         done = folder.rollout_of(checkpoint) if checkpoint else 0
         if done >= cfg.trainer.max_epochs and earlier.get("status") == "completed":
             _say("nothing to do", f"{path} has {done} rollouts; raise trainer.max_epochs")
             return earlier, 0
-        started = build(cfg, objective, folder, _overrides())
-        _fit(started, checkpoint)
-        if started.trainer.state.status == TrainerStatus.INTERRUPTED:
-            raise KeyboardInterrupt
+        if done > cfg.trainer.max_epochs:
+            raise UsageError(f"trainer.max_epochs={cfg.trainer.max_epochs}: the run in {path} has {done} rollouts")
+        started = build(cfg, objective, folder, _overrides(), stop)
+        _fit(started, resume=checkpoint is not None)
         summary |= {"status": "completed", "message": ""}
         code = 0
     except UsageError as error:
         summary["message"], code = str(error), 2
         _say("wrong usage", error)
-    except (KeyboardInterrupt, SystemExit):
+    except (Stop, KeyboardInterrupt, SystemExit):
         summary |= {"status": "interrupted", "message": "stopped by the user"}
         code = INTERRUPTED
         _say("interrupted", _how_to_go_on(cfg, folder))
@@ -120,6 +169,7 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
                 summary["message"] += f" (see {path / 'traceback.txt'})"
         _say("the run failed", summary["message"])
     finally:
+        stop.at_once = False
         if started is not None:
             summary |= _figures(started)
             started.close()
@@ -134,22 +184,16 @@ def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
     return summary, code
 
 
-def _fit(run: Run, checkpoint: Path | None) -> None:
-    while checkpoint is not None:
-        try:
-            state = torch.load(checkpoint, map_location="cpu", weights_only=False)
-        except Exception as error:
-            log.warning("%s cannot be read (%s); trying the one before", checkpoint, _one_line(error))
-            older = [path for path in run.folder.all_checkpoints() if path < checkpoint]
-            if not older:
-                raise RunError(f"{checkpoint} cannot be read and there is no older one: {error}") from error
-            checkpoint = older[-1]
-            continue
-        run.resumed_from_step = state["global_step"]
-        log.info("resuming from %s (step %d)", checkpoint, state["global_step"])
-        break
+def _fit(run: Run, resume: bool) -> None:
+    checkpoint = None
+    if resume:
+        checkpoint, run.resumed_from_step = newest_readable(run.folder, run.module)
+        log.info("resuming from %s (step %d)", checkpoint, run.resumed_from_step)
     # The checkpoint is this run's own file; it holds plain tensors and the rows of surplus groups.
     run.trainer.fit(run.module, run.loader, ckpt_path=checkpoint, weights_only=False)
+    if run.recorder.rollouts != run.trainer.max_epochs and not run.trainer.should_stop:
+        # Lightning takes a StopIteration, from wherever it comes, for the end of training.
+        raise RuntimeError(f"training ended after {run.recorder.rollouts} of {run.trainer.max_epochs} rollouts")
     if run.trainer.state.status == TrainerStatus.FINISHED:
         export(run.module.policy, run.tokenizer, run.folder.checkpoints / "model")
 
@@ -159,7 +203,7 @@ def _how_to_go_on(cfg: DictConfig, folder: RunFolder) -> str:
         return "the same sweep typed again goes on"
     if folder.all_checkpoints():
         return f"resume={folder.path} goes on from its newest checkpoint"
-    return f"there is no checkpoint yet (checkpoint.every={cfg.checkpoint.every}): the run has to start again"
+    return f"there is no checkpoint yet: resume={folder.path} starts from the beginning"
 
 
 def _overrides() -> list[str]:
@@ -193,7 +237,7 @@ def _figures(run: Run) -> dict[str, Any]:
     figures = {
         "engine": run.engine.name,
         "steps": run.trainer.global_step,
-        "rollouts": run.trainer.current_epoch,
+        "rollouts": run.recorder.rollouts,
         "rollouts_without_step": run.recorder.rollouts_without_step,
         "resumed_from_step": run.resumed_from_step,
         "val_accuracy_start": start.get("val/accuracy"),
@@ -218,6 +262,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def _say(what: str, message: object) -> None:
+    if distributed.rank() > 0 and what != "the run failed":
+        return  # process 0 says the same
     Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"grpo_lightning: {what}: {message}")
 
 

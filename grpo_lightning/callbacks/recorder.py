@@ -23,6 +23,7 @@ class Recorder(L.Callback):
 
     def __init__(self, folder: RunFolder, val_names: list[str], begin: Callable[[int, int], None]) -> None:
         self.folder, self.val_names, self.begin = folder, val_names, begin
+        self.rollouts = 0
         self.rollouts_without_step = 0
         self.reward_mean = math.nan
         self.seconds_before = 0.0
@@ -57,6 +58,7 @@ class Recorder(L.Callback):
         times = {f"time/{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
         metrics = pl_module.rollout_metrics
         self.reward_mean = metrics["reward/mean"]
+        self.rollouts = trainer.current_epoch + 1
         if self._pending is None:
             # No optimiser step, no row; the loggers still show what the rollout was like.
             self.rollouts_without_step += 1
@@ -92,11 +94,12 @@ class Recorder(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "rollouts": self.rollouts,
             "rollouts_without_step": self.rollouts_without_step,
             "seconds": self.seconds,
             "reward": self.reward_mean,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rollouts_without_step = state_dict["rollouts_without_step"]
+        self.rollouts, self.rollouts_without_step = state_dict["rollouts"], state_dict["rollouts_without_step"]
         self.seconds_before, self.reward_mean = state_dict["seconds"], state_dict["reward"]

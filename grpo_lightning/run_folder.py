@@ -189,11 +189,14 @@ def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[str]:
 
 @contextmanager
 def _reporting(path: Path) -> Iterator[None]:
-    """A full disk and the like in one line. torch has its own exception for it."""
+    """A full disk and the like in one line."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        cause: BaseException = error
+        while not isinstance(cause, OSError) and cause.__context__ is not None:
+            cause = cause.__context__  # torch hides it behind an error of its own
+        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise RunError(f"{path} could not be written ({reason}); what was there before is as it was") from error
 
 

@@ -5,8 +5,12 @@ It works under any Hydra launcher, since it is the job function that starts the 
 """
 
 import math
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +44,7 @@ def run_child() -> float:
         sys.executable, "-m", "grpo_lightning.train", *hydra.overrides.task,
         f"hydra.run.dir={quote(str(folder))}", f"sweep={quote(folder.parent.name)}", "resume=auto",
     ]  # fmt: skip
-    with subprocess.Popen(command, cwd=hydra.runtime.cwd) as child:
+    with subprocess.Popen(command, cwd=hydra.runtime.cwd) as child, _passed_on(child):
         while (code := _wait(child)) is None:
             pass
     if code == INTERRUPTED:
@@ -49,6 +53,20 @@ def run_child() -> float:
 
 
 INTERRUPTED = 130
+
+
+@contextmanager
+def _passed_on(child: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Pass signals to stop on to the child, which saves and ends with INTERRUPTED."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # some launchers run jobs in threads
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            before[number] = signal.signal(number, lambda number, frame: child.send_signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:

@@ -178,7 +178,8 @@ def _run(cfg: DictConfig, path: Path, stop: StopRequest) -> tuple[dict[str, Any]
             try:
                 folder.write_summary(summary)
             except OSError as error:
-                _say("summary.json could not be written", error)
+                if code == 0:  # otherwise something was said already, most likely the same
+                    _say("summary.json could not be written", error)
     if code == 0:
         Console(highlight=False, soft_wrap=True, markup=False).print(f"run folder: {path}")
     return summary, code
@@ -189,7 +190,9 @@ def _fit(run: Run, resume: bool) -> None:
     if resume:
         checkpoint, run.resumed_from_step = newest_readable(run.folder, run.module)
         log.info("resuming from %s (step %d)", checkpoint, run.resumed_from_step)
-    # The checkpoint is this run's own file; it holds plain tensors and the rows of surplus groups.
+        # A checkpoint is this run's own file, and holds more than tensors: the rows of surplus groups. Lightning does
+        # not pass weights_only=False on to trainer=fsdp.
+        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     run.trainer.fit(run.module, run.loader, ckpt_path=checkpoint, weights_only=False)
     if run.recorder.rollouts != run.trainer.max_epochs and not run.trainer.should_stop:
         # Lightning takes a StopIteration, from wherever it comes, for the end of training.

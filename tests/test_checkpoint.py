@@ -8,6 +8,8 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +29,7 @@ OPTIONS = [
     "algorithm=dapo", "update.minibatches=2", "trainer.max_epochs=4", "checkpoint.every=10", "callbacks=default",
     "+callbacks.draws._target_=tests.test_checkpoint.Draws",
 ]  # fmt: skip
+ROOT = Path(__file__).parent.parent
 TRAINING, VALIDATION = 0, 1  # the second part of a sampling key
 
 
@@ -167,6 +170,21 @@ def test_a_stop_before_anything_was_trained_starts_from_the_beginning(command, t
     assert_same_run(whole, run_dir)
 
 
+def test_a_sweep_that_is_ended_lets_its_job_save(toy, tmp_path):
+    sweep = ["-m", *toy, "trainer.max_epochs=500", "checkpoint.every=1000", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    command = [sys.executable, str(ROOT / "train.py"), *sweep, "seed=0,1"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "sweep").glob("*/rollouts/000002.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child.terminate()
+        output = child.communicate(timeout=60)[0]
+    assert child.returncode == 130, output
+    [job] = [path for path in (tmp_path / "sweep").iterdir() if path.is_dir()]
+    assert json.loads((job / "summary.json").read_text())["status"] == "interrupted"
+    assert len(list((job / "checkpoints").glob("rollout=*.ckpt"))) == 1
+
+
 def test_a_stop_while_the_model_is_built_is_an_interruption_too(command, toy, run_dir, monkeypatch):
     monkeypatch.setattr("grpo_lightning.build.load_tokenizer", lambda path: send())
     code, _, err = command(*toy, f"hydra.run.dir={run_dir}")
@@ -205,6 +223,14 @@ def test_a_second_signal_stops_at_once_and_saves_nothing(command, toy, run_dir, 
     assert code == 130 and not list((run_dir / "checkpoints").iterdir())
     assert len(read(run_dir / "metrics.csv")) == 2
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_while_training_the_signals_are_ours_alone(command, toy, run_dir, at):
+    # Lightning's handler of SIGTERM speaks with the other processes, which may be anywhere.
+    handlers = []
+    at(HFEngine, "generate", generating(1), lambda: handlers.extend(map(signal.getsignal, stopping.SIGNALS)))
+    assert command(*toy, "trainer.max_epochs=1", f"hydra.run.dir={run_dir}")[0] == 0
+    assert [handler.__name__ for handler in handlers] == ["_on_signal"] * len(stopping.SIGNALS)
 
 
 def test_of_several_processes_none_stops_by_itself(command, toy, run_dir, whole, at, monkeypatch):
@@ -377,7 +403,7 @@ def test_after_a_checkpoint_that_could_not_be_written_the_older_one_is_gone_on_f
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 1 and len(err.strip().splitlines()) == 1, err
-    assert "rollout=000002.ckpt could not be written" in err
+    assert "rollout=000002.ckpt could not be written (File too large)" in err
     assert [p.name for p in (run_dir / "checkpoints").glob("*ckpt*")] == ["rollout=000001.ckpt"]
     assert command(f"resume={run_dir}", "trainer.max_epochs=4")[0] == 0
     assert [r["policy/loss"] for r in read(whole / "metrics.csv")] == [

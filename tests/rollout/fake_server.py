@@ -183,23 +183,23 @@ def names_in(folder: Path) -> list[str]:
 def main() -> None:
     """A server process. What it does beside answering is in the JSON of FAKE_VLLM:
 
-    "fail": lines to print before it ends with code 1; "child": leave a process that ignores SIGTERM behind;
-    "die_at": SIGKILL itself when so many groups were asked for, unless the file "died" is there, which it makes.
+    "fail": lines to print before it ends with code 1; "child": leave a process behind; "delay": as of FakeServer;
+    "die_at": SIGKILL itself when so many groups were asked for, if there is no file "died" yet, which it makes;
+    "hang": never answer, or "hang_after": not once the file "died" is there.
     """
     options = json.loads(os.environ.get("FAKE_VLLM", "{}"))
     if "fail" in options:
         print("\n".join(options["fail"]), file=sys.stderr)
         sys.exit(1)
-    if "hang" in options:
-        time.sleep(60)
     child = None
-    if options.get("child"):
-        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-        child = subprocess.Popen([sys.executable, "-c", stubborn]).pid
+    if "child" in options:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
     chosen = ("VLLM_SERVER_DEV_MODE", "CUDA_VISIBLE_DEVICES", "VLLM_NO_USAGE_STATS")
     environment = {name: os.environ.get(name) for name in chosen}
     argv = sys.argv[1:]
     print(json.dumps({"pid": os.getpid(), "child": child, "argv": argv, "environment": environment}), flush=True)
+    if "hang" in options or ("hang_after" in options and Path(options["died"]).exists()):
+        time.sleep(60)
     server = FakeServer(int(argv[argv.index("--port") + 1]), argv[argv.index("--host") + 1])
     server.delay = {int(group): seconds for group, seconds in options.get("delay", {}).items()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

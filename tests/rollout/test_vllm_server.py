@@ -365,40 +365,6 @@ def test_prompts_that_do_not_fit_in_the_servers_room_are_refused_before_they_are
     assert GENERATE not in server.paths()
 
 
-def test_options_become_flags_of_the_server_that_is_started(engine_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    seen: dict[str, Any] = {}
-
-    class Process:
-        def __init__(self, arguments: list[str], **others: Any) -> None:
-            seen.update(others, arguments=arguments)
-            self.log, self.url = others["log"], "http://127.0.0.1:9"
-
-        def start(self) -> None:
-            raise RunError("no server here")
-
-        def give_up(self) -> None: ...
-
-        def stop(self) -> None:
-            seen["stopped"] = True
-
-    monkeypatch.setattr(vllm_server, "ServerProcess", Process)
-    options = {
-        "tensor_parallel_size": 2, "enable_lora": True, "enable-log-requests": False, "seeds": [1, 2], "a": {"b": 1},
-    }  # fmt: skip
-    with pytest.raises(UsageError, match=r"rollout=vllm_server: no server here"):
-        engine_of(None, launch=True, precision="bf16-mixed", max_model_len=32, devices="2,3", port=81, options=options)
-    line = " ".join(seen["arguments"])
-    for flags in (
-        "--tokens-only --logprobs-mode processed_logprobs --dtype bfloat16 --gpu-memory-utilization 0.4",
-        "--max-model-len 32",
-        '--tensor-parallel-size 2 --enable-lora --no-enable-log-requests --seeds 1 2 --a {"b": 1}',
-    ):
-        assert flags in line
-    assert seen["arguments"][0] == "--model" and Path(seen["arguments"][1]).name == "tiny"
-    assert (seen["devices"], seen["port"], seen["log"]) == ("2,3", 81, tmp_path / "server.log") and seen["stopped"]
-
-
 def test_the_options_of_the_configuration_are_those_of_the_engine(server, tmp_path):
     options = dict(compose("train", ["rollout=vllm_server"]).rollout.engine)
     assert options.pop("_target_").endswith(".VLLMServerEngine") and options["launch"] is True

@@ -142,7 +142,8 @@ def _measure_engine(
         engine.sleep()
         tokens = sum(len(c.token_ids) for group in groups for c in group)
         assert tokens == len(prompts) * GROUP_SIZE * length, "completions of unequal length"
-        seconds["update"].append(_timed(partial(_update, policy, optimizer, prompts, groups, bf16))[0])
+        if repetition in (0, repeats):  # the slowest part, and of the least interest here
+            seconds["update"].append(_timed(partial(_update, policy, optimizer, prompts, groups, bf16))[0])
     engine.close()
     return {"tokens": tokens, **{name: values[1:] for name, values in seconds.items()}}
 
@@ -221,7 +222,7 @@ def report(measured: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
         "of sequence, so that every completion has that many tokens; the prefix cache is emptied before each. Each "
         "engine ran in a process of its own, one after another, so slow changes of the machine's speed are not "
         "averaged out. Bare vLLM draws without seeds and returns no log-probabilities and no text. A step is one "
-        f"synchronisation, one rollout and one update. {_machine()}; {packages}.",
+        f"synchronisation, one rollout and one update (timed once, after one). {_machine()}; {packages}.",
     ]
     return "\n".join(lines)
 

@@ -179,6 +179,7 @@ class VLLMServerEngine:
         return completions
 
     def _first_answer(self) -> int:
+        log.info("%s the vLLM server. %s", "starting" if self._process else "waiting for", self._where())
         self._bring_up()
         return self._server.room()
 
@@ -232,7 +233,7 @@ class VLLMServerEngine:
             time.sleep(0.5)
 
     def _where(self) -> str:
-        return f"Its output is in {self._process.log}." if self._process else f"It was at {self._server.url}."
+        return f"Its output is in {self._process.log}." if self._process else f"It is that of {self._server.url}."
 
 
 def _check(

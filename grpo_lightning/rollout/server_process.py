@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from grpo_lightning.errors import RunError
 from grpo_lightning.rollout.server_client import ServerClient
 
 TETHER = Path(__file__).with_name("tether.py")
+STOPS_WITHIN = 15.0  # seconds that the tether needs at most
 
 
 class ServerProcess:
@@ -32,6 +34,8 @@ class ServerProcess:
         self.devices, self.log, self.start_timeout = devices, log, start_timeout
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._given_up = threading.Event()
+        self._log_start = 0
 
     def start(self) -> None:
         """Start the server and wait for its first answer.
@@ -39,7 +43,7 @@ class ServerProcess:
         Raises:
             RunError: it ended or did not answer in time; the message has what it said last.
         """
-        port = self.port or free_port(self.host)
+        port = free_port(self.host, self.port)
         self.url = f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{port}"
         defaults = {
             "VLLM_NO_USAGE_STATS": "1",
@@ -54,6 +58,7 @@ class ServerProcess:
         command += ["--host", self.host, "--port", str(port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, str(TETHER), *command],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True,
@@ -66,7 +71,13 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 self.stop()
                 raise RunError(f"no answer from the vLLM server for {self.start_timeout:g} s (its output: {self.log})")
-            time.sleep(0.2)
+            if self._given_up.wait(0.2):
+                self.stop()
+                raise RunError("the vLLM server was stopped before it had answered")
+
+    def give_up(self) -> None:
+        """End, with a RunError, a `start` that another thread is in, and all that come later."""
+        self._given_up.set()
 
     def answers(self) -> bool:
         """Whether the server says that it is well."""
@@ -77,18 +88,41 @@ class ServerProcess:
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # which the tether waits for
-            self._process.wait()
+            try:
+                self._process.wait(timeout=STOPS_WITHIN)
+            except subprocess.TimeoutExpired:  # a process forked from this one still holds that end open
+                self._process.terminate()
+                self._process.wait()
             self._process = None
 
     def _last_words(self) -> str:
-        """The last line of the log that names an error."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if re.search(r"\w*(Error|Exception)\b.*: |error: ", line)]
-        return re.sub(r"^.*?((?:\w*Error|\w*Exception|error): )", r"\1", errors[-1])[:400] if errors else "no message"
+        """The last line of this server's log that names an error."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)  # earlier servers have written there too
+            lines = log.read().decode(errors="replace").splitlines()
+        # vLLM's engine core says what is wrong; then the processes above it point at that.
+        names_error = re.compile(r"(?:\w*Error|\w*Exception|error): (?!.*See root cause above)")
+        errors = [(match, number) for number, line in enumerate(lines) if (match := names_error.search(line))]
+        if not errors:
+            return "no message"
+        match, number = errors[-1]
+        words = match.string[match.start() :]
+        if re.search(r"\d validation errors? for ", words):  # pydantic's reason is in the next line
+            words = " ".join([words, *map(str.strip, lines[number + 1 : number + 2])])
+        return words[:400]
 
 
-def free_port(host: str) -> int:
-    """A port of `host` that nothing listens on now."""
+def free_port(host: str, port: int = 0) -> int:
+    """A port of `host` that nothing listens on now: `port`, or any where that is 0.
+
+    Raises:
+        RunError: `port` is taken; whatever answers there would be asked instead of the server.
+    """
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has just been closed is free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            where = "rollout.engine.host and rollout.engine.port"
+            raise RunError(f"nothing can listen at {host}:{port} ({where}): {error}") from error
         return int(probe.getsockname()[1])

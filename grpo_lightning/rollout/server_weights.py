@@ -9,11 +9,12 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grpo_lightning.errors import RunError
-from grpo_lightning.rollout.server_client import ServerClient
+from grpo_lightning.errors import RunError, UsageError
+from grpo_lightning.rollout.server_client import ServerClient, ServerLost
 from grpo_lightning.rollout.server_process import free_port
 from grpo_lightning.rollout.weights import named_weights
 
@@ -24,40 +25,56 @@ class FolderWeights:
     """Weights as safetensors files in a folder, which the server loads.
 
     Args:
-        parent: the folder that trainer and server both see; None makes one in memory (or on disk where there is no
-            /dev/shm) for a server on this machine.
+        parent: a folder that trainer and server both see, in which this makes one of its own; None: one in memory (or
+            on disk where there is no /dev/shm) for a server on this machine.
+
+    Raises:
+        UsageError: `parent` cannot be written to.
     """
 
     def __init__(self, parent: str | None) -> None:
-        self._own = parent is None
-        shared_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self.parent = Path(parent or tempfile.mkdtemp(prefix="grpo_lightning_weights_", dir=shared_memory))
+        if parent is None:
+            parent = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+        try:
+            above = Path(parent).absolute()  # the server may have been started elsewhere
+            above.mkdir(parents=True, exist_ok=True)
+            # A folder of this run alone: another with the same parent would have versions of the same names.
+            self.parent = Path(tempfile.mkdtemp(prefix="grpo_lightning_weights_", dir=above))
+            self.parent.chmod(0o755)  # the server may be another user's
+        except OSError as error:
+            raise UsageError(f"rollout.engine.weights_dir={parent} cannot be written to: {error}") from error
         self.folder: Path | None = None
 
     def stage(self, policy: nn.Module, version: int) -> None:
-        """Write the policy's weights down; the server may still be generating with those before."""
-        before, self.folder = self.folder, self.parent / f"{version:08d}"
+        """Write the policy's weights down. Those before stay until these are whole."""
+        folder = self.parent / f"{version:08d}"
         try:
-            # An interrupted run may have left half a folder of the same name.
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+            # A rollout without an optimiser step has the version of the one before.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
             for number, shard in enumerate(_shards(named_weights(policy))):
-                save_file(shard, self.folder / f"model-{number:05d}.safetensors")
-        except OSError as error:
+                file = folder / f"model-{number:05d}.safetensors"
+                save_file(shard, file)
+                file.chmod(0o644)  # safetensors makes its file readable by its owner alone
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
             where = "rollout.engine.weights_dir"
-            raise RunError(f"the weights could not be written to {self.folder} ({where}): {error}") from error
-        if before not in (None, self.folder):
+            raise RunError(f"the weights could not be written to {folder} ({where}): {error}") from error
+        before, self.folder = self.folder, folder
+        if before not in (None, folder):
             shutil.rmtree(before, ignore_errors=True)
 
     def load(self, server: ServerClient, fresh: bool) -> None:
         """Have the server take the staged weights. `fresh`: it has been started since the last call."""
-        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}})
+        try:
+            server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}})
+        except ServerLost as error:
+            where = "rollout.engine.weights_dir, which the server has to see"
+            raise ServerLost(f"loading the weights from {self.folder} ({where}): {error}") from error
 
     def close(self) -> None:
         """Remove what was written."""
-        for path in (self.parent if self._own else self.folder,):
-            if path is not None:
-                shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self.parent, ignore_errors=True)
 
 
 class NCCLWeights:
@@ -73,6 +90,7 @@ class NCCLWeights:
 
     def load(self, server: ServerClient, fresh: bool) -> None:
         """Send the policy's weights as they are now. `fresh`: the server has been started since the last call."""
+        import requests  # which vLLM's client uses
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -85,8 +103,12 @@ class NCCLWeights:
             info = NCCLTrainerInitInfo(rank=0, master_address=here, master_port=free_port(here), world_size=world_size)
             client = HTTPVLLMWeightSyncClient(server.url)
             source = ModuleSource(self._policy)
-            self._sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-        self._sender.send_weights()
+        try:
+            if fresh:
+                self._sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+            self._sender.send_weights()
+        except requests.RequestException as error:
+            raise ServerLost(f"sending the weights: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Take leave of the server."""

@@ -37,10 +37,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=wait_for_the_end_of_input, daemon=True).start()
     code = command.wait()
-    # Whatever it left behind gets the time to tidy up.
+    # Whatever it left behind gets the time to tidy up. Where nobody waits for orphans, they stay when they have ended.
     stop()
+    deadline = time.monotonic() + PATIENCE + 1
     with contextlib.suppress(ProcessLookupError):
-        while True:
+        while time.monotonic() < deadline:
             os.killpg(command.pid, 0)
             time.sleep(0.05)
     return code if code >= 0 else 128 - code

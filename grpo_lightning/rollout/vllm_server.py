@@ -1,7 +1,9 @@
 """The engine of rollout=vllm_server: vLLM in a process of its own, on other GPUs or machines, asked over HTTP."""
 
 import importlib.util
+import json
 import logging
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from grpo_lightning.rollout.vllm_requests import check_requests, sampling_option
 
 log = logging.getLogger(__name__)
 
+RESET_WITHIN = 10.0  # seconds in which a server ends what was given up, and lets go of its keys and values
 OURS = ("model", "host", "port", "tokens_only", "logprobs_mode", "weight_transfer_config")
 
 
@@ -74,7 +77,8 @@ class VLLMServerEngine:
             arguments += ["--dtype", "bfloat16" if "bf16" in str(precision) else "float32"]
             arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
             arguments += [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
-            arguments += [] if torch.cuda.is_available() else ["--enforce-eager"]
+            # On a CPU vLLM 0.32 dies of a prompt that it splits over steps when the request has a seed.
+            arguments += [] if torch.cuda.is_available() else ["--enforce-eager", "--no-enable-chunked-prefill"]
             arguments += ["--weight-transfer-config", '{"backend":"nccl"}'] if weights == "nccl" else []
             arguments += [text for name, value in options.items() for text in _flag(name, value)]
             self._process = ServerProcess(
@@ -84,16 +88,20 @@ class VLLMServerEngine:
         self._worker = ThreadPoolExecutor(1, "vllm_server")
         self._weights = FolderWeights(weights_dir) if weights == "folder" else NCCLWeights()
         self._version: int | None = None
-        self._fresh, self._closing = True, False
+        self._fresh, self._closing = True, threading.Event()
         self._server = ServerClient(url or "")
         try:
-            self._bring_up()
-            self._room = self._server.room()
+            self._room = self._worker.submit(self._first_answer).result()
         except (RunError, ServerLost) as error:
             self.close()
             raise UsageError(f"rollout=vllm_server: {error}") from error
+        except BaseException:
+            self.close()
+            raise
 
     def sync(self, policy: nn.Module, version: int) -> None:
+        # What was submitted before may still need the weights that are staged now, for a server that is restarted.
+        self._worker.submit(lambda: None).result()
         self._weights.stage(policy, version)
         self._worker.submit(self._load_and_recover, version).result()
 
@@ -108,9 +116,11 @@ class VLLMServerEngine:
         """The server keeps its memory: it has accelerators of its own."""
 
     def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         self._server.give_up()
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.give_up()
+        self._worker.shutdown(cancel_futures=True)  # what was under way ends now
         if self._process is not None:
             self._process.stop()
         self._weights.close()
@@ -126,14 +136,14 @@ class VLLMServerEngine:
     def _generate(
         self, requests: list[Request], params: SamplingParams, weights_may_move: bool
     ) -> list[list[Completion]]:
-        bodies = {
+        bodies: dict[int, dict[str, Any]] = {
             index: {"token_ids": list(request.token_ids), "sampling_params": sampling_options(request, params)}
             for index, request in enumerate(requests)
         }
         groups: dict[int, list[Completion]] = {}
 
         def take(index: int, answer: Any) -> None:
-            groups[index] = self._group(answer)
+            groups[index] = self._group(answer, bodies[index]["sampling_params"]["n"])
 
         lost_in_a_row = 0
         while remaining := {index: body for index, body in bodies.items() if index not in groups}:
@@ -151,18 +161,28 @@ class VLLMServerEngine:
         copies = params.temperature == 0
         return [groups[index] * request.n if copies else groups[index] for index, request in enumerate(requests)]
 
-    def _group(self, answer: Any) -> list[Completion]:
-        completions = []
+    def _group(self, answer: Any, n: int) -> list[Completion]:
+        completions: list[Completion] = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
             if choice["finish_reason"] not in ("stop", "length"):
                 raise RunError(f"vLLM ended a completion with {choice['finish_reason']!r} instead of stop or length")
-            versions = {span["version"] for span in choice["weight_versions"]}
+            versions = {span["version"] for span in choice["weight_versions"] or ()}
             if versions != {str(self._version)}:
                 # A server that was restarted behind our back; or another program that changes its weights.
                 raise ServerLost(f"it sampled with weights {sorted(versions)} instead of {self._version}")
-            logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            completions.append(Completion(choice["token_ids"], logps, choice["finish_reason"], int(self._version or 0)))
+            ids, entries = choice["token_ids"], choice["logprobs"]["content"]
+            if [entry["token_id"] for entry in entries] != ids:
+                raise RunError("vLLM's log-probabilities are not those of the tokens it sampled")
+            logps = [entry["logprob"] for entry in entries]
+            completions.append(Completion(ids, logps, choice["finish_reason"], int(self._version or 0)))
+        if len(completions) != n:
+            raise RunError(f"vLLM answered with {len(completions)} completions of a prompt instead of {n}")
         return completions
+
+    def _first_answer(self) -> int:
+        log.info("%s the vLLM server. %s", "starting" if self._process else "waiting for", self._where())
+        self._bring_up()
+        return self._server.room()
 
     def _load_and_recover(self, version: int) -> None:
         for attempt in range(1, self.retries + 2):
@@ -175,14 +195,17 @@ class VLLMServerEngine:
     def _load(self, version: int | None) -> None:
         """Give the server the staged weights, under their version, and have it forget what it computed with others."""
         self._weights.load(self._server, self._fresh)
-        if not self._server.post("/reset_prefix_cache").get("success"):
-            raise RunError("vLLM did not give up its prefix cache, which holds keys and values of older weights")
+        deadline = time.monotonic() + RESET_WITHIN
+        while not self._server.post("/reset_prefix_cache").get("success"):
+            if time.monotonic() > deadline:
+                raise ServerLost("it did not give up its prefix cache, which holds keys and values of older weights")
+            time.sleep(0.1)
         self._server.post("/update_weight_version", {"new_version": str(version)})
         self._version, self._fresh = version, False
 
     def _recover(self, error: ServerLost, lost_in_a_row: int) -> None:
         """Restart the server, or wait for the user's, without weights as yet; RunError after too many losses."""
-        if self._closing:
+        if self._closing.is_set():
             raise RunError("the vLLM server was stopped") from error
         if lost_in_a_row > self.retries:
             raise RunError(
@@ -198,10 +221,12 @@ class VLLMServerEngine:
             self._process.stop()
             self._process.start()
             self._server = ServerClient(self._process.url)
+            if self._closing.is_set():  # `close` may have given up the client before
+                self._server.give_up()
             return
-        deadline = time.monotonic() + self.start_timeout
+        started = time.monotonic()
         while not self._server.healthy():
-            if time.monotonic() > deadline:
+            if time.monotonic() - started > self.start_timeout:
                 raise RunError(
                     f"no vLLM server answers at rollout.url={self._server.url} within rollout.engine.start_timeout="
                     f"{self.start_timeout:g} s; start it as {START}"
@@ -209,7 +234,7 @@ class VLLMServerEngine:
             time.sleep(0.5)
 
     def _where(self) -> str:
-        return f"Its output is in {self._process.log}." if self._process else f"It was at {self._server.url}."
+        return f"Its output is in {self._process.log}." if self._process else f"It is that of {self._server.url}."
 
 
 def _check(
@@ -245,4 +270,6 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else [f"--no-{flag[2:]}"]
-    return [flag, str(value)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.export import export, export_checkpoint
 from grpo_lightning.model import load_tokenizer
+from grpo_lightning.rollout.weights import named_weights
 from tests.conftest import character_tokenizer
 from tests.models import llama
 from tests.test_lora import adapted, adapter_folder
@@ -48,6 +50,17 @@ def test_a_folder_is_an_ordinary_model_whose_files_all_may_read(tied, lora, tmp_
     prompt = torch.tensor([tokenizer("1+2").input_ids])
     said = loaded.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
     assert said.shape[1] > prompt.shape[1]
+
+
+def test_a_tied_layer_is_written_once_also_where_its_names_come_in_separate_memory(tmp_path, monkeypatch):
+    # As they do when they are gathered from several processes, or copied from a GPU.
+    monkeypatch.setattr(
+        "grpo_lightning.export.named_weights", lambda model: ((n, w.clone()) for n, w in named_weights(model))
+    )
+    policy = llama(tie_word_embeddings=True)
+    export(policy, character_tokenizer(), tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == policy.state_dict().keys() - {"lm_head.weight"}
 
 
 def test_a_whole_folder_gives_way_to_a_whole_one_only(tmp_path, monkeypatch):

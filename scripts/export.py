@@ -9,6 +9,8 @@ such a folder itself: checkpoints/model.
 import sys
 from pathlib import Path
 
+import transformers
+
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.export import export_checkpoint
 
@@ -18,6 +20,7 @@ def main() -> None:
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     checkpoint, folder = map(Path, sys.argv[1:])
+    transformers.utils.logging.disable_progress_bar()
     try:
         export_checkpoint(checkpoint, folder)
     except (UsageError, RunError) as error:

@@ -36,13 +36,15 @@ class FakeServer:
             "cut" (the connection closes in mid-answer), "drop" (before it), "stall", "not json", "old" (weights of an
             earlier version), "mixed" (the version changed on the way), "abort", "few", "other logprobs".
         broken: {path: status codes or answers of its next calls}.
-        delay: {group: seconds until it is answered}.
+        after: {group: the groups that it waits for until they are answered}. delay: {group: seconds after that}.
         calls: path and body of every call, in order. asked: how often each group was.
     """
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self.faults: dict[tuple[int, int | None], str] = {}
         self.broken: dict[str, list[Any]] = {}
+        self.after: dict[int, set[int]] = {}
+        self.answered: set[int] = set()
         self.delay: dict[int, float] = {}
         self.calls: list[tuple[str, Any]] = []
         self.asked: Counter[int] = Counter()
@@ -93,9 +95,12 @@ class FakeServer:
         group, version = body["token_ids"][0], self.version
         with self.lock:
             self.asked[group] += 1
-            fault = self.faults.get((group, self.asked[group])) or self.faults.get((group, None))
+            times = self.asked[group]
+            fault = self.faults.get((group, times)) or self.faults.get((group, None))
             self.busy += 1
             self.most_busy = max(self.most_busy, self.busy)
+        while not self.after.get(group, set()) <= self.answered and not self.release.wait(0.02):
+            pass
         self.release.wait(60 if fault == "stall" else self.delay.get(group, 0))
         with self.lock:
             self.busy -= 1
@@ -124,6 +129,8 @@ class FakeServer:
             )
         if fault == "few":
             choices.pop()
+        if fault is None and times == self.asked[group]:  # else its client has gone and asked again
+            self.answered.add(group)
         # vLLM's choices are in order today; nothing says so.
         return fault if fault in ("cut", "drop", "not json") else {"choices": choices[::-1]}
 
@@ -183,8 +190,9 @@ def names_in(folder: Path) -> list[str]:
 def main() -> None:
     """A server process. What it does beside answering is in the JSON of FAKE_VLLM:
 
-    "fail": lines to print before it ends with code 1; "child": leave a process behind; "delay": as of FakeServer;
-    "die_at": SIGKILL itself when so many groups were asked for, if there is no file "died" yet, which it makes;
+    "fail": lines to print before it ends with code 1; "child": leave a process behind; "die_at": SIGKILL
+    itself when so many groups were answered, if there is no file "died" yet, which it makes; "delay": as of FakeServer,
+    until then;
     "hang": never answer, or "hang_after": not once the file "died" is there.
     """
     options = json.loads(os.environ.get("FAKE_VLLM", "{}"))
@@ -201,7 +209,8 @@ def main() -> None:
     if "hang" in options or ("hang_after" in options and Path(options["died"]).exists()):
         time.sleep(60)
     server = FakeServer(int(argv[argv.index("--port") + 1]), argv[argv.index("--host") + 1])
-    server.delay = {int(group): seconds for group, seconds in options.get("delay", {}).items()}
+    if not Path(options.get("died", "")).is_file():
+        server.delay = {int(group): seconds for group, seconds in options.get("delay", {}).items()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     seen = 0
     while True:
@@ -209,10 +218,10 @@ def main() -> None:
             seen += 1
             if path != "/health":
                 print(json.dumps([path, body]), flush=True)
-        if "die_at" in options and server.asked.total() >= options["die_at"]:
+        if "die_at" in options and len(server.answered) >= options["die_at"]:
             with contextlib.suppress(FileExistsError):
                 Path(options["died"]).touch(exist_ok=False)
-                time.sleep(0.3)  # the quick groups are answered
+                time.sleep(0.5)  # the client has them
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
 

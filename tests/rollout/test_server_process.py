@@ -173,11 +173,14 @@ def test_options_of_the_engine_become_flags_of_the_server(engine_of, tmp_path):
 
 
 def test_a_killed_server_is_started_again_and_asked_for_what_it_had_not_answered(engine_of, fake_vllm, tmp_path):
-    fake_vllm(die_at=5, died=str(tmp_path / "died"), delay={"4": 1.0, "6": 1.0})
+    fake_vllm(die_at=3, died=str(tmp_path / "died"), delay={"4": 60, "6": 60})
     engine = engine_of()
     engine.sync(llama(), 7)
     assert engine.generate(requests(5), PARAMS) == expected(requests(5))
-    lines = printed(tmp_path / "server.log")
+    # A server prints what it was asked a little later.
+    log = tmp_path / "server.log"
+    assert within(5, lambda: sum(isinstance(line, list) and line[0] == GENERATE for line in printed(log)) == 5 + 2)
+    lines = printed(log)
     starts = [number for number, line in enumerate(lines) if isinstance(line, dict)]
     assert len(starts) == 2 and not alive(lines[0]["pid"]) and alive(lines[starts[1]]["pid"])
     again = lines[starts[1] + 1 :]
@@ -190,7 +193,7 @@ def test_a_killed_server_is_started_again_and_asked_for_what_it_had_not_answered
 
 
 def test_closing_while_a_lost_server_starts_again_stops_that_too(engine_of, fake_vllm, tmp_path):
-    fake_vllm(die_at=2, died=str(tmp_path / "died"), hang_after=True, delay={"3": 60})
+    fake_vllm(die_at=1, died=str(tmp_path / "died"), hang_after=True, delay={"3": 60})
     engine = engine_of(start_timeout=60)
     engine.sync(llama(), 7)
     future = engine.submit(requests(2), PARAMS)

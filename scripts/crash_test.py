@@ -5,8 +5,8 @@
     python scripts/crash_test.py --devices 2              # the same with trainer=ddp on the CPU
 
 Moments are random; a quarter of the kills each aims at a checkpoint being written, a rollout being generated and a
-validation. The exit code is 0 if nothing was lost: the same metrics (times and speeds aside), rollout and validation
-files, and exported weights. Linux only.
+validation. A run that completes is compared, and the next kills are of another one. The exit code is 0 if nothing was
+lost: the same metrics (times and speeds aside), rollout and validation files, and exported weights. Linux only.
 """
 
 import argparse
@@ -49,29 +49,32 @@ def main() -> int:
     if options.devices > 1:
         command += ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={options.devices}"]
     command += options.overrides
-    whole, killed = out / "whole", Attempts(out / "killed", command, options.every, random.Random(options.seed))
+    whole, rng = out / "whole", random.Random(options.seed)
     began = time.monotonic()
     if subprocess.run([*command, f"hydra.run.dir={whole}"], stdout=subprocess.DEVNULL).returncode:
         console.print("[red]the undisturbed run failed[/]")
         return 1
     console.print(f"undisturbed run: {time.monotonic() - began:.0f} s, in {out}")
     seconds = seconds_by_rollout(whole)
-    faults = []
-    for number in range(options.kills):
-        # Later and later in the run, so that all of it is met.
-        target = 1 + number * options.rollouts // options.kills
-        line, fault = killed.attempt(AIMS[number % len(AIMS)], target, seconds)
-        console.print(f"kill {number + 1:>2}: {line}" + (f"  [red]{fault}[/]" if fault else ""))
-        if fault:
-            faults.append(fault)
-    last = subprocess.run([*command, f"hydra.run.dir={killed.folder}", "resume=auto"], stdout=subprocess.DEVNULL)
-    if last.returncode:
-        faults.append("the last resume failed")
-    faults += differences(whole, killed.folder)
+    faults: list[str] = []
+    done = runs = 0
+    while done < options.kills and not faults:
+        runs += 1
+        killed = Attempts(out / f"killed_{runs}", command, options.every, rng)
+        while done < options.kills and not faults and killed.newest() < options.rollouts:
+            line, ended, fault = killed.attempt(AIMS[done % len(AIMS)], seconds)
+            done += not ended
+            console.print(f"{'no kill' if ended else f'kill {done}':<7} {line}")
+            faults += [fault] if fault else []
+        last = subprocess.run([*command, f"hydra.run.dir={killed.folder}", "resume=auto"], capture_output=True)
+        if last.returncode:
+            faults.append(f"the last resume failed: {last.stderr.decode(errors='replace')[-300:]}")
+        else:
+            faults += differences(whole, killed.folder)
     for fault in faults:
         console.print(f"[red]{fault}[/]")
     verdict = "[red]not equal[/]" if faults else "[green]equal, nothing lost[/]"
-    console.print(f"{options.kills} kills, {time.monotonic() - began:.0f} s: {verdict}")
+    console.print(f"{done} kills of {runs} runs, {time.monotonic() - began:.0f} s: {verdict}")
     return 1 if faults else 0
 
 
@@ -85,10 +88,11 @@ class Attempts:
         """The rollout of the newest checkpoint, -1 where there is none."""
         return max((int(p.stem[8:]) for p in self.folder.glob("checkpoints/rollout=*.ckpt")), default=-1)
 
-    def attempt(self, aim: str, target: int, seconds: Seconds) -> tuple[str, str]:
-        """Start or resume the run, kill it at `aim` of rollout `target` or soon after; what happened, and a fault."""
+    def attempt(self, aim: str, seconds: Seconds) -> tuple[str, bool, str]:
+        """Start or resume the run and kill it at `aim` of one of the next rollouts: what happened, whether the run had
+        ended before that, and a fault."""
         before = self.newest()
-        rollout = min(max(target, before + 1), max(seconds))
+        rollout = min(max(before, 0) + self.rng.randint(1, self.every), max(seconds))
         if aim in ("checkpoint", "validate"):  # those come at the end of every so many rollouts
             rollout = min(-(-rollout // self.every) * self.every, max(seconds))
         self.began = time.time()
@@ -104,9 +108,9 @@ class Attempts:
         parts = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*.part"))
         line = f"{aim:<10} of rollout {rollout:>2}, {time.time() - self.began:5.1f} s after its start; "
         line += f"checkpoint {before} -> {self.newest()}" + (f"; left {', '.join(parts)}" if parts else "")
-        if not reached:
-            return line, f"ended by itself: {' '.join(output.read_text(errors='replace').split())[-300:]}"
-        return line, "a checkpoint was lost" if self.newest() < before else ""
+        if child.returncode > 0 or not (reached or child.returncode == 0):
+            return line, not reached, f"it failed: {' '.join(output.read_text(errors='replace').split())[-300:]}"
+        return line, not reached, "a checkpoint was lost" if self.newest() < before else ""
 
     def _wait(self, child: "subprocess.Popen[bytes]", aim: str, rollout: int, before: int, seconds: Seconds) -> bool:
         """Wait for the moment; whether the run was still going on then."""

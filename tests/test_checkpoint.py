@@ -173,7 +173,8 @@ def test_a_stop_before_anything_was_trained_starts_from_the_beginning(command, t
 def test_a_sweep_that_is_ended_lets_its_job_save(toy, tmp_path):
     sweep = ["-m", *toy, "trainer.max_epochs=500", "checkpoint.every=1000", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     command = [sys.executable, str(ROOT / "train.py"), *sweep, "seed=0,1"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as child:
         deadline = time.monotonic() + 120
         while not list((tmp_path / "sweep").glob("*/rollouts/000002.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -211,14 +212,27 @@ def test_a_stop_with_a_draw_under_way(when, command, toy, tmp_path, at):
     assert_same_run(tmp_path / "whole", tmp_path / "part")
 
 
-def test_a_second_signal_stops_at_once_and_saves_nothing(command, toy, run_dir, at):
-    def twice():
-        send()
-        send()  # within a second: one and the same request, passed on twice
-        time.sleep(1.1)
-        send()
+def twice(seconds: float) -> None:
+    send()
+    time.sleep(seconds)
+    send()
 
-    at(GRPOModule, "training_step", step(2, 0), twice)
+
+def test_one_request_that_arrives_twice_is_one(command, toy, run_dir, at):
+    at(GRPOModule, "training_step", step(2, 0), lambda: twice(0))
+    assert command(*toy, *OPTIONS, f"hydra.run.dir={run_dir}")[0] == 130
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["rollout=000002.ckpt"]
+
+
+def test_a_second_signal_does_not_make_one_process_save_alone(command, toy, run_dir, at, monkeypatch):
+    monkeypatch.setattr(stopping, "world_size", lambda: 2)  # saving takes all of them
+    at(HFEngine, "generate", generating(2), lambda: twice(1.1))
+    assert command(*toy, *OPTIONS, f"hydra.run.dir={run_dir}")[0] == 130
+    assert not list((run_dir / "checkpoints").iterdir())
+
+
+def test_a_second_signal_stops_at_once_and_saves_nothing(command, toy, run_dir, at):
+    at(GRPOModule, "training_step", step(2, 0), lambda: twice(1.1))
     code, _, _ = command(*toy, *OPTIONS, f"hydra.run.dir={run_dir}")
     assert code == 130 and not list((run_dir / "checkpoints").iterdir())
     assert len(read(run_dir / "metrics.csv")) == 2
@@ -388,7 +402,8 @@ def test_a_full_disk_is_one_line_and_nothing_is_overwritten(ending, named, comma
     after = contents(run_dir)
     assert after["checkpoints/rollout=000001.ckpt"] == before["checkpoints/rollout=000001.ckpt"]
     assert after["rollouts/000001.jsonl"] == before["rollouts/000001.jsonl"]
-    assert after["metrics.csv"].startswith(before["metrics.csv"])
+    assert after["metrics.csv"].startswith(before["metrics.csv"]) and after["metrics.csv"].endswith(b"\n")
+    assert len({line.count(b",") for line in after["metrics.csv"].splitlines()}) == 1  # no half row
     assert not [name for name in after if name.endswith(".part")] and "traceback.txt" not in after
     assert json.loads(after["summary.json"])["status"] == "failed"
 
@@ -420,7 +435,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(command, toy, tmp_path):
 
 def test_what_a_kill_left_half_written_is_removed_when_the_run_goes_on(command, toy, run_dir):
     assert command(*toy, "trainer.max_epochs=1", f"hydra.run.dir={run_dir}")[0] == 0
-    leftovers = ["checkpoints/rollout=000002.ckpt.part", "rollouts/000002.jsonl.part", "metrics.csv.part"]
+    # Of rollouts that this shorter run will not come to, so that nothing else removes them.
+    leftovers = ["checkpoints/rollout=000007.ckpt.part", "rollouts/000007.jsonl.part", "validation/000007.jsonl.part"]
     for name in leftovers:
         (run_dir / name).write_text("{")
     (run_dir / "checkpoints" / "model.part").mkdir()

@@ -70,7 +70,8 @@ class StopRequest(L.Callback):
     def agreed(self) -> bool:
         """Whether any process was asked to stop. All processes have to ask this together."""
         asked = [number for number in gather(self.signal) if number is not None]
-        self.signal = asked[0] if asked else None
+        if asked:
+            self.signal = asked[0]
         return bool(asked)
 
     @property

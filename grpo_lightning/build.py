@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import lightning as L
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from grpo_lightning import config, distributed, launch
 from grpo_lightning.callbacks import (
@@ -108,6 +109,10 @@ def build(
     stream.check(cfg.rollout.prompts)
 
     policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation, lora=_plain(cfg.model.lora))
+    if cfg.trainer.activation_checkpointing:
+        # The other kind, reentrant, gives no gradient to adapters behind a frozen input.
+        kind = {"use_reentrant": False}
+        cast(PreTrainedModel, policy).gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
     _check_room(policy, max(len(p.token_ids) for p in prompts + val_prompts), cfg.rollout.max_new_tokens)
     reference = None
     if objective.needs_reference and not has_adapters(policy):
@@ -314,10 +319,12 @@ def _headline(
     cfg: DictConfig, policy: nn.Module, engine: Engine, trainer: L.Trainer, train: int, val: int, evals: RewardSet
 ) -> str:
     parameters = sum(p.numel() for p in policy.parameters())
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    size = f"{parameters:,} parameters" + (f", {trained:,} trained" if trained < parameters else "")
     chosen_by_auto = str(cfg.rollout.engine.get("_target_", "")).endswith(".auto_engine")
     why = f"rollout=auto: {auto_choice(cfg.trainer.accelerator)[1]}" if chosen_by_auto else "as chosen"
     device = trainer.strategy.root_device.type
     return (
-        f"model {cfg.model.path} ({parameters:,} parameters) on {device}, rollouts through {engine.name} ({why}); "
+        f"model {cfg.model.path} ({size}) on {device}, rollouts through {engine.name} ({why}); "
         f"{train} training prompts, {val} held out, validated by {'+'.join(evals.components)}"
     )

@@ -27,6 +27,7 @@ from grpo_lightning.objective.load import compose, conf_dir
 
 # Names from elsewhere and things that are refused, each with where to go instead.
 HINTS = {
+    "model.lora.dropout": "dropout is off: a ratio of two dropout masks is not an importance ratio",
     "clipping": "the group is called clip: write clip=...",
     "lr": "did you mean optimizer.lr?",
     "trainer.gradient_clip_val": "use optimizer.max_grad_norm",
@@ -238,6 +239,10 @@ def _check_processes(cfg: DictConfig) -> None:
         )
     if count > cfg.rollout.prompts:
         raise UsageError(f"rollout.prompts={cfg.rollout.prompts} is less than the {count} processes: raise it")
+    if count > 1 and trainer.strategy == "fsdp" and cfg.rollout.engine.get("weights") == "nccl":
+        raise UsageError("rollout.engine.weights=nccl sends from one process alone: with trainer=fsdp, weights=folder")
+    if not isinstance(trainer.activation_checkpointing, bool):
+        raise UsageError(f"trainer.activation_checkpointing: true or false, got {trainer.activation_checkpointing}")
     if count > 1 and engine.endswith(".VLLMEngine") and not torch.cuda.is_available():
         raise UsageError("rollout=vllm on a CPU runs in one process alone: rollout=hf or rollout=vllm_server")
 

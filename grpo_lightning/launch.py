@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from grpo_lightning.errors import UsageError
 
 PARENT = "GRPO_LIGHTNING_PARENT"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 GRACE = 30.0  # seconds that the others have to end by themselves once a process has failed
 
 
@@ -40,13 +41,15 @@ def processes(trainer: DictConfig) -> int:
 
 def started_from_outside() -> bool:
     """Whether torchrun, srun or this module has started this process as one of several."""
-    return "LOCAL_RANK" in os.environ or SLURMEnvironment.detect()
+    # sbatch with one task and several devices is a machine like any other.
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    return "LOCAL_RANK" in os.environ or (SLURMEnvironment.detect() and tasks > 1)
 
 
-def launch(overrides: list[str], count: int) -> list[int]:
-    """Run the command with these overrides in `count` processes; their exit codes, negative where a signal ended one.
+def launch(overrides: list[str], count: int) -> tuple[list[int], int | None]:
+    """Run the command with these overrides in `count` processes.
 
-    A signal to stop is passed on once to each. When one fails the others, which would wait for it forever, are ended.
+    Returns their exit codes, negative where a signal ended one, and the first of them to fail, if any did. A signal to stop is passed on once to each. When one fails the others, which would wait for it forever, are ended.
     """
     port = _free_port()
     threads = str(max(1, (os.cpu_count() or 1) // count))
@@ -54,7 +57,7 @@ def launch(overrides: list[str], count: int) -> list[int]:
     children = []
     for number in range(count):
         environment = {
-            "OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": threads, **_without_slurm(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "NODE_RANK": "0", "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), PARENT: str(os.getpid()),
         }  # fmt: skip
         # In sessions of their own: Ctrl-C reaches them through this process alone, and so only once.
@@ -64,7 +67,7 @@ def launch(overrides: list[str], count: int) -> list[int]:
         for child in children:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         return _watch(children)
     finally:
@@ -72,17 +75,27 @@ def launch(overrides: list[str], count: int) -> list[int]:
             signal.signal(number, handler)
 
 
-def _watch(children: "list[subprocess.Popen[bytes]]") -> list[int]:
-    failed_at: float | None = None
-    while any(child.poll() is None for child in children):
-        if failed_at is None and any(child.poll() not in (None, 0) for child in children):
+def _without_slurm() -> dict[str, str]:
+    """The environment, but for what would make Lightning count tasks of SLURM instead of these processes."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_NTASKS")}
+
+
+def _watch(children: "list[subprocess.Popen[bytes]]") -> tuple[list[int], int | None]:
+    failed_at, first = 0.0, None
+    while True:
+        running = any(child.poll() is None for child in children)
+        failed = [number for number, child in enumerate(children) if child.returncode]
+        if first is None and failed:
+            # Of several that failed at once, the one that a signal ended is the cause.
+            first = min(failed, key=lambda number: children[number].returncode)
             failed_at = time.monotonic()
+        if not running:
+            return [child.returncode for child in children], first
         usage = any(child.poll() == 2 for child in children)  # before the others had anything to finish
-        if failed_at is not None and time.monotonic() - failed_at > (1.0 if usage else GRACE):
+        if first is not None and time.monotonic() - failed_at > (1.0 if usage else GRACE):
             for child in children:
                 child.kill()
         time.sleep(0.1)
-    return [child.returncode for child in children]
 
 
 def end_with_parent() -> None:

@@ -83,7 +83,7 @@ class GRPOModule(L.LightningModule):
         return self._reference[0]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        optimizer = self.optimizer_factory(self._trained())
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         return optimizer
 
@@ -214,7 +214,7 @@ class GRPOModule(L.LightningModule):
 
     def keep_weights(self) -> None:
         """Remember the policy's weights as they are now, for `kept_weights`; one more copy of them, on the CPU."""
-        self._kept = [local(parameter).detach().to("cpu", copy=True) for parameter in self.policy.parameters()]
+        self._kept = [local(parameter).detach().to("cpu", copy=True) for parameter in self._trained()]
 
     @contextmanager
     def kept_weights(self) -> Iterator[None]:
@@ -227,10 +227,13 @@ class GRPOModule(L.LightningModule):
 
     @torch.no_grad()
     def _exchange_weights(self) -> None:
-        for number, parameter in enumerate(self.policy.parameters()):
+        for number, parameter in enumerate(self._trained()):
             now = local(parameter).detach().to("cpu", copy=True)
             local(parameter).copy_(self._kept[number])
             self._kept[number] = now
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
 
     def _optimizer(self) -> LightningOptimizer:
         optimizer = self.optimizers()

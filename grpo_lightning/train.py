@@ -108,12 +108,11 @@ def job(cfg: DictConfig) -> float | None:
 
 def _run_processes(count: int, path: Path) -> tuple[dict[str, Any], int]:
     """The run in one process per device. Process 0 writes what it leaves behind, as long as it can."""
-    codes = launch.launch([*_overrides(), f"hydra.run.dir={config.quote(str(path))}"], count)
-    if codes[0] >= 0 and (codes[0] > 0 or not any(codes)):
+    codes, first = launch.launch([*_overrides(), f"hydra.run.dir={config.quote(str(path))}"], count)
+    if first is None or (codes[first] > 0 and codes[0] > 0):
         return read_summary(path) or {}, codes[0]
-    number = next(number for number, code in enumerate(codes) if code)
-    how = f"was ended by signal {-codes[number]}" if codes[number] < 0 else "failed (its message is above)"
-    message = f"process {number} of {count} {how}"
+    how = f"was ended by signal {-codes[first]}" if codes[first] < 0 else "failed (its message is above)"
+    message = f"process {first} of {count} {how}"
     summary = {**(read_summary(path) or {}), "status": "failed", "message": message}
     RunFolder(path).write_summary(summary)
     _say("the run failed", message)

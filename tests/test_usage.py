@@ -42,7 +42,7 @@ WRONG = [
     ("+trainer.gradient_clip_val=1.0", ["trainer.gradient_clip_val", "optimizer.max_grad_norm"]),
     ("trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches", "update.micro_batch_tokens"]),
     ("trainer.precision=bf16-true", ["trainer.precision=bf16-true", "bf16-mixed"]),
-    ("trainer.devices=2", ["trainer.devices=2"]),
+    ("trainer.devices=2", ["2 devices", "trainer=ddp"]),
     ("model=hf", ["model.path is missing"]),
     ("data=file", ["data.path is missing"]),
     ("resume=auto", ["resume=auto", "hydra.run.dir"]),

@@ -91,21 +91,29 @@ class NCCLWeights:
     def load(self, server: ServerClient, fresh: bool) -> None:
         """Send the policy's weights as they are now. `fresh`: the server has been started since the last call."""
         import requests  # which vLLM's client uses
-        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         assert self._policy is not None
+        policy = self._policy
+
+        class Source(WeightSource):  # vLLM's own, of a module's parameters, would send adapters beside their base
+            def metadata(self) -> list[ParamMeta]:
+                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_weights(policy)]
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                return named_weights(policy)
+
         if fresh:
             here = _address_towards(str(urlparse(server.url).hostname))  # where the server's workers find the trainer
             world_size = 1 + int(server.get("/get_world_size")["world_size"])
             info = NCCLTrainerInitInfo(rank=0, master_address=here, master_port=free_port(here), world_size=world_size)
             client = HTTPVLLMWeightSyncClient(server.url)
-            source = ModuleSource(self._policy)
         try:
             if fresh:
-                self._sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+                self._sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
             self._sender.send_weights()
         except requests.RequestException as error:
             raise ServerLost(f"sending the weights: {type(error).__name__}: {error}") from error

@@ -66,7 +66,12 @@ class VLLMEngine:
                     model=resolve_path(model), skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
                     dtype="bfloat16" if "bf16" in str(precision) else "float32", max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization, use_tqdm_on_load=False,
-                    **({"enable_sleep_mode": True} if self._sleeps else {"enforce_eager": True}),
+                    # On a CPU vLLM 0.32 dies of a prompt that is split over steps where requests have seeds.
+                    **(
+                        {"enable_sleep_mode": True}
+                        if self._sleeps
+                        else {"enforce_eager": True, "enable_chunked_prefill": False}
+                    ),
                 )  # fmt: skip
                 if clash := sorted(set(ours) & set(options)):
                     raise UsageError(

@@ -125,11 +125,8 @@ def test_dynamic_sampling_filters_and_uneven_lengths_go_on_in_step(toy, tmp_path
 
 def test_a_process_without_a_loss_token_takes_part(toy, tmp_path):
     # One group of two rows, and a minibatch of it: the fourth process has no row at all in any of the two passes.
-    (tmp_path / "first_wins.py").write_text(
-        "def score(prompts, completions, **_):\n    return [float(i == 0) for i in range(len(completions))]\n"
-    )
     options = [
-        *toy, "reward=[function]", f"reward.function.path={tmp_path / 'first_wins.py'}:score", "eval.reward=[exact]",
+        *toy, "reward=[function]", "reward.function.path=tests.heavy.rewards.first_wins", "eval.reward=[exact]",
         "rollout.prompts=4", "rollout.group_size=2", "update.minibatches=4", "trainer.max_epochs=2", "rollout=hf",
     ]  # fmt: skip
     folder = finish(tmp_path / "run", *options, *several("fsdp", 4))
@@ -178,4 +175,4 @@ def test_the_death_of_a_process_ends_the_run_with_a_message_and_no_orphan(toy, t
     assert parent.returncode == 1 and "process 1 of 2 was ended by signal 9" in message
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert not any(Path(f"/proc/{child}").exists() for child in children)
-    assert (folder / "checkpoints").glob("rollout=*.ckpt")
+    assert list((folder / "checkpoints").glob("rollout=*.ckpt"))

@@ -127,7 +127,7 @@ def transfer(monkeypatch):
         return Sender()
 
     contents = {
-        "base": dict(ModuleSource=lambda module: ("source", module)),
+        "base": dict(ParamMeta=lambda name, dtype, shape: (name, dtype, shape), WeightSource=object),
         "clients": dict(HTTPVLLMWeightSyncClient=lambda url: ("client", url)),
         "factory": dict(WeightTransferTrainerFactory=SimpleNamespace(trainer_init=trainer_init)),
         "nccl_engine": dict(NCCLTrainerInitInfo=SimpleNamespace),
@@ -154,7 +154,10 @@ def test_nccl_meets_a_server_once_and_sends_at_every_load(transfer):
     assert kinds == ["init", "send", "send", "send", "init", "send"]
     _, info, to, source = transfer.events[0]
     assert (info.rank, info.world_size, info.master_address) == (0, 1 + 2, "127.0.0.1") and info.master_port > 0
-    assert to == ("client", server.url) and source == ("source", policy)
+    assert to == ("client", server.url)
+    sent = dict(source)
+    assert "lm_head.weight" in sent and sent.keys() == policy.state_dict().keys()
+    assert source.metadata() == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()]
     assert server.paths() == ["/get_world_size"] * 2
     weights.close()
     assert transfer.events[-1] == "shutdown"

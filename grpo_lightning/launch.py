@@ -49,7 +49,8 @@ def started_from_outside() -> bool:
 def launch(overrides: list[str], count: int) -> tuple[list[int], int | None]:
     """Run the command with these overrides in `count` processes.
 
-    Returns their exit codes, negative where a signal ended one, and the first of them to fail, if any did. A signal to stop is passed on once to each. When one fails the others, which would wait for it forever, are ended.
+    Returns their exit codes, negative where a signal ended one, and the first of them to fail, if any did. A signal to
+    stop is passed on once to each. When one fails the others, which would wait for it forever, are ended.
     """
     port = _free_port()
     threads = str(max(1, (os.cpu_count() or 1) // count))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -243,8 +242,8 @@ def _check_processes(cfg: DictConfig) -> None:
         raise UsageError("rollout.engine.weights=nccl sends from one process alone: with trainer=fsdp, weights=folder")
     if not isinstance(trainer.activation_checkpointing, bool):
         raise UsageError(f"trainer.activation_checkpointing: true or false, got {trainer.activation_checkpointing}")
-    if count > 1 and engine.endswith(".VLLMEngine") and not torch.cuda.is_available():
-        raise UsageError("rollout=vllm on a CPU runs in one process alone: rollout=hf or rollout=vllm_server")
+    if count > 1 and engine.endswith(".VLLMEngine"):
+        raise UsageError("rollout=vllm runs in one process alone: rollout=vllm_server, or rollout=hf")
 
 
 def _check_optimizer(optimizer: DictConfig) -> None:

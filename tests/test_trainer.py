@@ -53,7 +53,7 @@ def test_activation_checkpointing_takes_the_same_steps(lora, command, toy, tmp_p
         (["trainer=ddp", "trainer.devices=5"], "rollout.prompts=4 is less than the 5 processes"),
         (["trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2"], "start the command on every node, through"),
         (["trainer.strategy=deepspeed"], "trainer.strategy must be auto (one process), ddp or fsdp, got deepspeed"),
-        (["trainer=ddp", "trainer.devices=2", "rollout=vllm"], "rollout=vllm on a CPU runs in one process alone"),
+        (["trainer=ddp", "trainer.devices=2", "rollout=vllm"], "rollout=vllm runs in one process alone"),
         (["trainer.activation_checkpointing=2"], "trainer.activation_checkpointing: true or false, got 2"),
         (
             ["trainer=fsdp", "trainer.devices=2", "rollout=vllm_server", "rollout.engine.weights=nccl"],

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from grpo_lightning.launch import started_from_outside
 from grpo_lightning.rollout.engine import Engine
 from grpo_lightning.rollout.hf import HFEngine
 from grpo_lightning.rollout.vllm import VLLMEngine
@@ -18,6 +19,8 @@ def auto_choice(accelerator: str) -> tuple[str, str]:
         return "hf", "no CUDA GPU"
     if importlib.util.find_spec("vllm") is None:
         return "hf", "vLLM is not installed"
+    if started_from_outside():
+        return "hf", "there are several processes; rollout=vllm_server samples on GPUs of its own"
     return "vllm", "vLLM is installed and there is a CUDA GPU"
 
 

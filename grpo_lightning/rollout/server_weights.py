@@ -1,5 +1,6 @@
 """How new weights reach a vLLM server: through a folder that both see, or over NCCL between GPUs."""
 
+import os
 import shutil
 import socket
 import tempfile
@@ -18,6 +19,7 @@ from grpo_lightning.rollout.server_client import ServerClient, ServerLost
 from grpo_lightning.rollout.server_process import free_port
 from grpo_lightning.rollout.weights import named_weights
 
+PREFIX = "grpo_lightning_weights_"
 SHARD_BYTES = 1 << 30  # so that a large policy is never whole in memory a second time
 
 
@@ -35,11 +37,12 @@ class FolderWeights:
     def __init__(self, parent: str | None) -> None:
         if parent is None:
             parent = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+            _remove_those_of_killed_runs(Path(parent))
         try:
             above = Path(parent).absolute()  # the server may have been started elsewhere
             above.mkdir(parents=True, exist_ok=True)
             # A folder of this run alone: another with the same parent would have versions of the same names.
-            self.parent = Path(tempfile.mkdtemp(prefix="grpo_lightning_weights_", dir=above))
+            self.parent = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=above))
             self.parent.chmod(0o755)  # the server may be another user's
         except OSError as error:
             raise UsageError(f"rollout.engine.weights_dir={parent} cannot be written to: {error}") from error
@@ -122,6 +125,18 @@ class NCCLWeights:
         """Take leave of the server."""
         if self._sender is not None:
             self._sender.shutdown()
+
+
+def _remove_those_of_killed_runs(parent: Path) -> None:
+    """A run that was killed could not give its memory back."""
+    for left in parent.glob(f"{PREFIX}*"):
+        pid = left.name.removeprefix(PREFIX).partition("_")[0]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (ValueError, PermissionError):  # not of this program; of another user's run
+            continue
 
 
 def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

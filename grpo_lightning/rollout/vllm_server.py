@@ -36,7 +36,7 @@ class VLLMServerEngine:
         launch: whether to start the server here; `url` is that of a server which the user started.
         model: what the server starts with, `model.path`. precision: the trainer's; 32-true samples in float32.
         max_model_len: the most tokens of prompt and completion together; None: as many as the model allows.
-        gpu_memory_utilization: the share of its GPUs' memory. devices: its CUDA_VISIBLE_DEVICES.
+        gpu_memory_utilization: the share of its GPUs' memory. devices: the GPUs it sees; None: those of this process.
         host, port: where it listens; port 0 takes a free one.
         weights: "folder" (safetensors in `weights_dir`, which both see; None: in memory) or "nccl" (between GPUs).
         start_timeout: seconds until it must answer. patience: seconds without any completion after which it is taken
@@ -60,7 +60,7 @@ class VLLMServerEngine:
         gpu_memory_utilization: float,
         host: str,
         port: int,
-        devices: str | None,
+        devices: list[int] | None,
         weights: str,
         weights_dir: str | None,
         start_timeout: float,
@@ -82,7 +82,7 @@ class VLLMServerEngine:
             arguments += ["--weight-transfer-config", '{"backend":"nccl"}'] if weights == "nccl" else []
             arguments += [text for name, value in options.items() for text in _flag(name, value)]
             self._process = ServerProcess(
-                arguments, host=host, port=port, devices=devices, log=Path(log), start_timeout=start_timeout
+                arguments, host=host, port=port, devices=_visible(devices), log=Path(log), start_timeout=start_timeout
             )
         # All that goes to the server goes in order, through one thread: weights never change under a rollout.
         self._worker = ThreadPoolExecutor(1, "vllm_server")
@@ -264,6 +264,14 @@ def _check(
     for name in options:
         if name.replace("-", "_") in OURS:
             raise UsageError(f"rollout.engine.options.{name} is set by this program and cannot be changed")
+
+
+def _visible(devices: list[int] | None) -> str | None:
+    if devices is None:
+        return None
+    if not isinstance(devices, list) or not all(isinstance(number, int) for number in devices):
+        raise UsageError(f"rollout.engine.devices must be a list of GPU numbers such as [6,7], got {devices}")
+    return ",".join(map(str, devices))
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -176,3 +176,51 @@ def test_the_death_of_a_process_ends_the_run_with_a_message_and_no_orphan(toy, t
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert list((folder / "checkpoints").glob("rollout=*.ckpt"))
+
+
+def test_one_vllm_server_samples_for_all_processes_ahead_of_their_update(toy, tmp_path):
+    options = ["model.path=tiny", "model=tiny", *LEARNS[:2], "rollout.prompts=6", "rollout.group_size=4", "kl=none"]
+    options += ["eval.prompts=4", "eval.samples=1", "trainer.max_epochs=3", "logger=none", "optimizer.lr=0.001"]
+    folder = finish(tmp_path / "run", *options, *several("fsdp", 2), "rollout=vllm_server", "rollout.ahead=1")
+    metrics = pd.read_csv(folder / "metrics.csv")
+    assert metrics["rollout/staleness_max"].tolist() == [0, 1, 1]
+    assert metrics["sampler/logp_gap_max"].max() < 1e-3
+    assert [len(records(folder, number)) for number in (1, 2, 3)] == [24] * 3
+
+
+def test_a_sweep_over_runs_of_two_processes_runs_each_job_once_in_its_folder(toy, tmp_path):
+    options = [*toy, "rollout=hf", *several("ddp", 2), "trainer.max_epochs=1", "seed=0,1"]
+    done = run("-m", *options, f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    jobs = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    assert len(jobs) == 2
+    for job in jobs:
+        assert json.loads((job / "summary.json").read_text())["status"] == "completed"
+        assert len(records(job, 1)) == 16 and len(pd.read_csv(job / "metrics.csv")) == 1
+
+
+def test_adapters_under_fsdp_take_the_same_steps_and_leave_the_reference_alone(toy, tmp_path):
+    options = [*toy, *LEARNS, "trainer.max_epochs=2", "kl=k3", "model.lora.r=4"]
+    single = finish(tmp_path / "single", *options, "trainer=cpu")
+    folder = finish(tmp_path / "several", *options, *several("fsdp", 2))
+    assert pd.read_csv(folder / "metrics.csv")["policy/kl"][0] < 1e-6
+    for name, values in weights(single).items():
+        assert float((weights(folder)[name] - values).abs().max() / values.abs().max()) < 1e-5, name
+
+
+def test_sharding_halves_what_a_process_holds(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "scripts/fsdp_memory.py"], cwd=ROOT, capture_output=True, text=True, timeout=900,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "held by each of 2" in done.stdout
+
+
+def test_the_gpu_check_works_on_a_cpu():
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py", "--cpu"], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("PASS") == 5

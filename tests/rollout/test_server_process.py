@@ -159,7 +159,7 @@ def test_what_already_answers_at_the_port_is_not_taken_for_the_server(fake_vllm,
 
 def test_options_of_the_engine_become_flags_of_the_server(engine_of, tmp_path):
     options = {"tensor_parallel_size": 2, "enable_lora": True, "log-requests": False, "ranks": [1, 2], "a": {"b": 1}}
-    engine_of(precision="bf16-mixed", max_model_len=32, devices="2,3", options=options)
+    engine_of(precision="bf16-mixed", max_model_len=32, devices=[2, 3], options=options)
     (start, *_) = printed(tmp_path / "server.log")
     line = " ".join(start["argv"])
     for flags in (

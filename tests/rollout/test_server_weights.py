@@ -1,7 +1,9 @@
 """How weights reach a server: files in a folder, and vLLM's own transfer between GPUs (with stand-ins for vLLM)."""
 
 import errno
+import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -142,6 +144,18 @@ def transfer(monkeypatch):
     requests.RequestException = OSError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "requests", requests)
     return seen
+
+
+def test_what_a_killed_run_left_in_memory_goes_with_the_next_start(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = tmp_path / f"{server_weights.PREFIX}{ended.pid}_x"
+    running = tmp_path / f"{server_weights.PREFIX}{os.getpid()}_y"
+    other = tmp_path / f"{server_weights.PREFIX}notes"
+    for folder in (left, running, other):
+        folder.mkdir()
+    server_weights._remove_those_of_killed_runs(tmp_path)
+    assert not left.exists() and running.exists() and other.exists()
 
 
 def test_nccl_meets_a_server_once_and_sends_at_every_load(transfer):

@@ -54,6 +54,12 @@ def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_there(monkeypatch, a
         assert isinstance(made, HFEngine) and made.max_rows == 5
 
 
+def test_auto_leaves_vllm_to_a_process_alone(monkeypatch):
+    available(monkeypatch, gpu=True, vllm=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert auto_choice("gpu")[0] == "hf" and "rollout=vllm_server" in auto_choice("gpu")[1]
+
+
 def test_the_run_says_what_auto_chose_and_why(command, toy, run_dir):
     code, out, _ = command(*toy, "trainer.max_epochs=1", f"hydra.run.dir={run_dir}")
     assert code == 0 and "rollouts through hf (rollout=auto: training on the CPU)" in out

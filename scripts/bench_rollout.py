@@ -1,6 +1,6 @@
 """Measure the rollout engines: generated tokens per second beside bare vLLM's, and what a synchronisation costs.
 
-    python scripts/bench_rollout.py [--models tiny smollm2_135m] [--engines hf vllm vllm_server bare] [--repeats 3]
+    python scripts/bench_rollout.py [--models tiny smollm2_135m] [--engines hf vllm vllm_server bare ...] [--repeats 3]
                                     [--out docs/rollouts.md]
 
 Prints a Markdown table. --out also puts it between the lines BEGIN and END of that file. Needs vLLM, and for
@@ -28,8 +28,11 @@ BEGIN, END = "<!-- scripts/bench_rollout.py writes from here -->", "<!-- to here
 # Prompts of a rollout and tokens of a completion: of the default run, and of what the README does with SmolLM2.
 SIZES = {"tiny": (48, 48), "smollm2_135m": (4, 96)}
 GROUP_SIZE = 8
-ENGINES = ("hf", "vllm", "vllm_server", "bare")
-BARE = "bare `vllm.LLM.generate`"
+ENGINES = ("hf", "vllm", "vllm_server", "bare", "bare_asked_alike")
+BARE = {
+    "bare": "bare `vllm.LLM.generate`",
+    "bare_asked_alike": "the same, asked for seeds and log-probabilities as `rollout=vllm` does",
+}
 
 
 def main() -> None:
@@ -95,8 +98,8 @@ def measure(model: str, engine: str, repeats: int) -> dict[str, Any]:
     items = [Item(f"{a}+{1000 - a}=", None) for a in range(200, 200 + prompts)]
     rendered, _ = tokenize(items, load_tokenizer(cfg.model.path))
     token_ids = [prompt.token_ids for prompt in rendered]
-    if engine == "bare":
-        return _measure_bare(cfg, token_ids, length, repeats)
+    if engine in BARE:
+        return _measure_bare(cfg, token_ids, length, repeats, alike=engine != "bare")
     policy = load_policy(cfg.model.path).to(device)
     return _measure_engine(_engine(model, engine, cfg), policy, token_ids, length, repeats, bf16=device == "cuda")
 
@@ -171,8 +174,10 @@ def _update(policy: Any, optimizer: Any, prompts: list[tuple[int, ...]], groups:
     optimizer.step()
 
 
-def _measure_bare(cfg: Any, prompts: list[tuple[int, ...]], length: int, repeats: int) -> dict[str, Any]:
-    """vLLM as its own documentation uses it, in its own process, without log-probabilities, seeds or text."""
+def _measure_bare(
+    cfg: Any, prompts: list[tuple[int, ...]], length: int, repeats: int, alike: bool
+) -> dict[str, Any]:
+    """vLLM as its own documentation uses it, in its own process; `alike`: with seeds and log-probabilities, too."""
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     import vllm
 
@@ -183,7 +188,13 @@ def _measure_bare(cfg: Any, prompts: list[tuple[int, ...]], length: int, repeats
         resolve_path(cfg.model.path), dtype="float32" if on_cpu else "bfloat16", enforce_eager=on_cpu,
         gpu_memory_utilization=0.3, skip_tokenizer_init=True,
     )  # fmt: skip
-    params = vllm.SamplingParams(n=GROUP_SIZE, temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False)
+    params = [
+        vllm.SamplingParams(
+            n=GROUP_SIZE, temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False,
+            **(dict(seed=number * GROUP_SIZE, logprobs=0, flat_logprobs=True) if alike else {}),
+        )
+        for number in range(len(prompts))
+    ]  # fmt: skip
     asked: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
     seconds, tokens = [], 0
     for _ in range(repeats + 1):
@@ -206,7 +217,7 @@ def report(measured: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
         for name, numbers in engines.items():
             rates = speed[name]
             share = f"{statistics.median(rates) / statistics.median(speed['bare']):.0%}" if "bare" in speed else ""
-            cells = [model, BARE if name == "bare" else f"`rollout={name}`"]
+            cells = [model, BARE.get(name, f"`rollout={name}`")]
             cells += [f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})", share]
             if "sync" in numbers:
                 sync, update, generate = (statistics.median(numbers[k]) for k in ("sync", "update", "generate"))
@@ -221,7 +232,7 @@ def report(measured: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
         f"Medians (and ranges) of {repeats} repetitions after one that is not counted. {sizes}; temperature 1, no end "
         "of sequence, so that every completion has that many tokens; the prefix cache is emptied before each. Each "
         "engine ran in a process of its own, one after another, so slow changes of the machine's speed are not "
-        "averaged out. Bare vLLM draws without seeds and returns no log-probabilities and no text. A step is one "
+        "averaged out. Bare vLLM draws without seeds and returns no log-probabilities and no text, unless it says so. A step is one "
         f"synchronisation, one rollout and one update (timed once, after one). {_machine()}; {packages}.",
     ]
     return "\n".join(lines)

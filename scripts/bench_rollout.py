@@ -232,8 +232,8 @@ def report(measured: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
         f"Medians (and ranges) of {repeats} repetitions after one that is not counted. {sizes}; temperature 1, no end "
         "of sequence, so that every completion has that many tokens; the prefix cache is emptied before each. Each "
         "engine ran in a process of its own, one after another, so slow changes of the machine's speed are not "
-        "averaged out. Bare vLLM draws without seeds and returns no log-probabilities and no text, unless it says so. A step is one "
-        f"synchronisation, one rollout and one update (timed once, after one). {_machine()}; {packages}.",
+        "averaged out. Bare vLLM draws without seeds and returns no log-probabilities and no text, unless it says so. "
+        f"A step is one synchronisation, one rollout and one update (timed once, after one). {_machine()}; {packages}.",
     ]
     return "\n".join(lines)
 

@@ -28,7 +28,7 @@ from grpo_lightning.model import TINY_MODEL
 ROOT = Path(__file__).parent.parent
 LIMIT = 0.55
 # SmolLM2-135M: 134,515,008 parameters with tied embeddings.
-SHAPE = dict(
+SHAPE: dict[str, Any] = dict(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
 )  # fmt: skip

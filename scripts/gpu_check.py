@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -25,10 +26,12 @@ from grpo_lightning.model import TINY_MODEL
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 110  # for each of the checks
-LARGE = dict(
+LARGE: dict[str, Any] = dict(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4
 )
-SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+SMALL: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+)
 CHECKS: dict[str, list[str]] = {
     "float32": ["trainer.precision=32-true"],
     "bf16-mixed": ["trainer.precision=bf16-mixed"],
@@ -56,7 +59,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def make_model(folder: Path, shape: dict[str, int]) -> None:
+def make_model(folder: Path, shape: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     torch.manual_seed(0)
     config = LlamaConfig(

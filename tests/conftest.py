@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_lightning.train import main
 from tests.models import llama
+from tests.whole_run import at, place_of_whole, whole  # noqa: F401
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

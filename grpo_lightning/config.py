@@ -4,7 +4,9 @@ import difflib
 import hashlib
 import inspect
 import itertools
+import json
 import math
+import os
 import re
 import sys
 import typing
@@ -98,6 +100,7 @@ PLAIN_BLOCKS = {
     "checkpoint": CheckpointOptions,
     "model": ModelOptions,
 }
+TYPED = "GRPO_LIGHTNING_OVERRIDES"
 AT_LEAST_ONE = (
     "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "update.epochs", "update.minibatches",
     "update.micro_batch_tokens", "eval.prompts", "eval.samples", "eval.every", "checkpoint.every", "checkpoint.keep",
@@ -373,12 +376,14 @@ def sweep_points(overrides: list[str], limit: int = 64) -> list[list[str]]:
 
 def register_resolvers() -> None:
     """The two names that conf/train.yaml gives to sweep folders."""
+    # Where a launcher runs jobs in processes or on machines of its own, they are resolved there, under another argv.
+    os.environ[TYPED] = json.dumps([a for a in sys.argv[1:] if not a.startswith(("hydra", "-"))])
     OmegaConf.register_new_resolver("sweep_name", lambda: folder_name(",".join(_overrides())), replace=True)
     OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 
 
 def _overrides() -> list[str]:
-    return [a for a in sys.argv[1:] if not a.startswith(("hydra", "-"))]
+    return json.loads(os.environ[TYPED])
 
 
 def job_name(dirname: str) -> str:

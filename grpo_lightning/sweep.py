@@ -92,7 +92,9 @@ class SweepTable(Callback):
         table = Table(title=escape(str(folder)))
         for column in ("job", "status", "before", "after", "greedy", "seconds"):
             table.add_column(column, justify="left" if column in ("job", "status") else "right")
-        jobs = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
+        # A launcher keeps notes of its own in a hidden folder.
+        folders = folder.iterdir() if folder.exists() else ()
+        jobs = sorted(path for path in folders if path.is_dir() and not path.name.startswith("."))
         SweepTable.failed = 0
         for job in jobs:
             summary = read_summary(job) or {"status": "failed", "message": "ended without a summary"}

@@ -10,7 +10,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning import config, sweep
-from grpo_lightning.config import compose_checked, folder_name, job_name, normalise, quote, sweep_points
+from grpo_lightning.config import (
+    compose_checked,
+    folder_name,
+    job_name,
+    normalise,
+    quote,
+    register_resolvers,
+    sweep_points,
+)
 from grpo_lightning.errors import UsageError
 from grpo_lightning.objective.load import conf_dir
 
@@ -111,7 +119,20 @@ def test_sweeps_are_expanded_and_named():
 
 def test_a_job_is_named_by_what_is_swept(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "algorithm=grpo,dapo", "data.path=/x/y", "seed=0,1"])
+    register_resolvers()
+    # A launcher may ask in a process of its own, as submitit does on another machine.
+    monkeypatch.setattr(sys, "argv", ["submitit", "/shared/.submitit/%j"])
     assert job_name("algorithm=grpo,data.path=/x/y,seed=0") == "algorithm=grpo,seed=0"
+
+
+def test_what_a_launcher_keeps_in_the_sweep_folder_is_no_job(tmp_path, capsys):
+    for name in (".submitit", "seed=0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "seed=0" / "summary.json").write_text('{"status": "completed"}')
+    config = SimpleNamespace(hydra=SimpleNamespace(sweep=SimpleNamespace(dir=str(tmp_path))))
+    sweep.SweepTable().on_multirun_end(config)
+    out = capsys.readouterr().out
+    assert "seed=0" in out and "submitit" not in out and sweep.SweepTable.failed == 0
 
 
 def test_a_completed_job_is_skipped_and_its_metric_returned_to_the_sweeper(monkeypatch, tmp_path, capsys):

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import launch
 from grpo_lightning.errors import UsageError
+from grpo_lightning.lora import check_lora
 from grpo_lightning.objective import Objective
 from grpo_lightning.objective.correction import NoCorrection
 from grpo_lightning.objective.load import compose, conf_dir
@@ -209,6 +210,9 @@ def check(cfg: DictConfig) -> Objective:
         if f"trainer.{key}" in HINTS and value is not None:
             raise UsageError(f"trainer.{key} is not used here: {HINTS[f'trainer.{key}']}")
     _check_processes(cfg)
+    check_lora(**cfg.model.lora)
+    if ".rollout.vllm" in str(cfg.rollout.engine.get("_target_")) and not 0.01 <= cfg.rollout.temperature <= 2:
+        raise UsageError(f"rollout.temperature must be in [0.01, 2] with vLLM, got {cfg.rollout.temperature}")
     if not cfg.reward:
         raise UsageError("reward is empty: name at least one component, such as reward=[exact]")
     try:

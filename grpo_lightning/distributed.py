@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -75,6 +75,14 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with all its parts; a sharded one is gathered, by all processes together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def unshare(model: nn.Module) -> None:
+    """Of a sharded model, have the parameters be the shards again: after a forward pass without gradients some of them
+    are whole copies, which what is written into does not outlive."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_lightning.data.prompts import Prompt
-from grpo_lightning.distributed import join, share
+from grpo_lightning.distributed import gather, join, share
 from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.collect import reward_batch
 from grpo_lightning.rollout.engine import Engine, Request, SamplingParams, of_all, own_part
@@ -94,8 +94,8 @@ def _sample(
         keys=[(seed, EVAL_STREAM, p.prompt_id, k) for p, _, k in flat],
         decode=decode,
     )
-    result = rewards(batch)
-    for message in dict.fromkeys(result.errors):
+    result = rewards(batch, gather)
+    for message in dict.fromkeys(message for messages in gather(result.errors) for message in messages):
         log.warning("validation: %s", message)
     records = [
         {

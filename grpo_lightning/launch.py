@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -46,11 +47,20 @@ def started_from_outside() -> bool:
     return "LOCAL_RANK" in os.environ or (SLURMEnvironment.detect() and tasks > 1)
 
 
-def launch(overrides: list[str], count: int) -> tuple[list[int], int | None]:
+@dataclass(frozen=True)
+class Ended:
+    """How the processes ended: their exit codes, negative where a signal ended one; the first of them to fail, if any
+    did; and whether they had been asked to stop."""
+
+    codes: list[int]
+    first: int | None
+    stopped: bool
+
+
+def launch(overrides: list[str], count: int) -> Ended:
     """Run the command with these overrides in `count` processes.
 
-    Returns their exit codes, negative where a signal ended one, and the first of them to fail, if any did. A signal to
-    stop is passed on once to each. When one fails the others, which would wait for it forever, are ended.
+    A signal to stop is passed on to each. When one fails the others, which would wait for it forever, are ended.
     """
     port = _free_port()
     threads = str(max(1, (os.cpu_count() or 1) // count))
@@ -59,18 +69,23 @@ def launch(overrides: list[str], count: int) -> tuple[list[int], int | None]:
     for number in range(count):
         environment = {
             "OMP_NUM_THREADS": threads, **_without_slurm(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "NODE_RANK": "0", "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), PARENT: str(os.getpid()),
+            "NODE_RANK": "0", "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count),
+            PARENT: str(os.getpid()),
         }  # fmt: skip
         # In sessions of their own: Ctrl-C reaches them through this process alone, and so only once.
         children.append(subprocess.Popen(command, env=environment, start_new_session=True))
 
+    asked = []
+
     def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         for child in children:
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
-        return _watch(children)
+        first = _watch(children)
+        return Ended([child.returncode for child in children], first, bool(asked))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -81,8 +96,9 @@ def _without_slurm() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_NTASKS")}
 
 
-def _watch(children: "list[subprocess.Popen[bytes]]") -> tuple[list[int], int | None]:
-    failed_at, first = 0.0, None
+def _watch(children: "list[subprocess.Popen[bytes]]") -> int | None:
+    """Wait for all; returns the first to fail."""
+    failed_at, first, patience = 0.0, None, GRACE
     while True:
         running = any(child.poll() is None for child in children)
         failed = [number for number, child in enumerate(children) if child.returncode]
@@ -90,10 +106,12 @@ def _watch(children: "list[subprocess.Popen[bytes]]") -> tuple[list[int], int | 
             # Of several that failed at once, the one that a signal ended is the cause.
             first = min(failed, key=lambda number: children[number].returncode)
             failed_at = time.monotonic()
+            # One that was stopped has saved; the others may still send logs away or stop a server.
+            patience = GRACE * (10 if children[first].returncode == 130 else 1)
         if not running:
-            return [child.returncode for child in children], first
+            return first
         usage = any(child.poll() == 2 for child in children)  # before the others had anything to finish
-        if first is not None and time.monotonic() - failed_at > (1.0 if usage else GRACE):
+        if first is not None and time.monotonic() - failed_at > (1.0 if usage else patience):
             for child in children:
                 child.kill()
         time.sleep(0.1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grpo_lightning.clock import PhaseClock
-from grpo_lightning.distributed import gather, local, rank, shard, whole, world_size
+from grpo_lightning.distributed import gather, local, rank, shard, unshare, whole, world_size
 from grpo_lightning.errors import RunError
 from grpo_lightning.lora import has_adapters, is_adapter_weight, without_adapters
 from grpo_lightning.model import token_logps
@@ -214,6 +214,7 @@ class GRPOModule(L.LightningModule):
 
     def keep_weights(self) -> None:
         """Remember the policy's weights as they are now, for `kept_weights`; one more copy of them, on the CPU."""
+        unshare(self.policy)
         self._kept = [local(parameter).detach().to("cpu", copy=True) for parameter in self._trained()]
 
     @contextmanager
@@ -227,6 +228,7 @@ class GRPOModule(L.LightningModule):
 
     @torch.no_grad()
     def _exchange_weights(self) -> None:
+        unshare(self.policy)
         for number, parameter in enumerate(self._trained()):
             now = local(parameter).detach().to("cpu", copy=True)
             local(parameter).copy_(self._kept[number])

@@ -109,13 +109,17 @@ class RunFolder:
                 kept = [rows[0], *(row for row in rows[1:] if len(row) == len(rows[0]) and int(row[at]) <= step)]
                 _write(table, "".join(",".join(row) + "\n" for row in kept))
                 self._header = rows[0]
-            for folder in (self.rollouts, self.validation):
-                for written in folder.glob("*.jsonl"):
-                    if int(written.stem) > rollout:
-                        written.unlink()
+            self.remove_rollouts_after(rollout)
             for damaged in self.all_checkpoints():  # a newer one that could be read would have been gone on from
                 if self.rollout_of(damaged) > rollout:
                     damaged.replace(damaged.with_name(damaged.name + ".damaged"))
+
+    def remove_rollouts_after(self, rollout: int) -> None:
+        """Of rollouts that were not trained on, or will be done again, nothing stays."""
+        for folder in (self.rollouts, self.validation):
+            for written in folder.glob("*.jsonl"):
+                if rank() == 0 and int(written.stem) > rollout:
+                    written.unlink()
 
     def _write_config(self, cfg: DictConfig, overrides: list[str]) -> None:
         _write(self.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))

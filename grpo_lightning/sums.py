@@ -29,7 +29,9 @@ class Sums:
             self.totals[name] = (before[0] + float(total), before[1] + float(count)) if counts else before
         for name, value in maxima.items():
             before_max = self.maxima.get(name, -math.inf)
-            self.maxima[name] = max(float(value), before_max) if counts else before_max
+            # NaN, where the value is not known, does not survive a maximum over processes; nothing is below -inf.
+            known = counts and not math.isnan(float(value))
+            self.maxima[name] = max(float(value), before_max) if known else before_max
 
     def over_processes(self, device: torch.device) -> dict[str, float]:
         """name -> value, the sums divided by their counts (NaN where there is nothing to divide), and "policy/loss"."""
@@ -41,4 +43,5 @@ class Sums:
             name: total / count if count else math.nan
             for name, total, count in zip(names, added[1::2], added[2::2], strict=True)
         }
-        return {"policy/loss": added[0], **means, **dict(zip(self.maxima, largest, strict=True))}
+        maxima = {k: v if v > -math.inf else math.nan for k, v in zip(self.maxima, largest, strict=True)}
+        return {"policy/loss": added[0], **means, **maxima}

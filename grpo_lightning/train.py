@@ -89,6 +89,12 @@ def _check_writable(overrides: list[str], key: str) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"{key}={folder} cannot be written: {there} is no folder that this user may write to")
+    if not folder.exists():
+        try:  # a file system may refuse what the permissions allow
+            folder.mkdir(parents=True)
+            folder.rmdir()
+        except OSError as error:
+            raise UsageError(f"{key}={folder} cannot be made: {error}") from error
 
 
 def job(cfg: DictConfig) -> float | None:
@@ -99,6 +105,9 @@ def job(cfg: DictConfig) -> float | None:
     count = launch.devices(cfg.trainer)
     if count > 1 and not launch.started_from_outside():
         summary, code = _run_processes(count, path)
+    elif launch.processes(cfg.trainer) > 1 and not _given("hydra.run.dir"):
+        _say("wrong usage", "processes that torchrun or srun starts need one run folder: give hydra.run.dir=FOLDER")
+        sys.exit(2)
     else:
         summary, code = run(cfg, path)
     if code:
@@ -106,17 +115,33 @@ def job(cfg: DictConfig) -> float | None:
     return summary.get("val_accuracy")
 
 
+def _given(key: str) -> bool:
+    return any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.hydra)
+
+
 def _run_processes(count: int, path: Path) -> tuple[dict[str, Any], int]:
     """The run in one process per device. Process 0 writes what it leaves behind, as long as it can."""
-    codes, first = launch.launch([*_overrides(), f"hydra.run.dir={config.quote(str(path))}"], count)
-    if first is None or (codes[first] > 0 and codes[0] > 0):
+    ended = launch.launch([*_overrides(), f"hydra.run.dir={config.quote(str(path))}"], count)
+    codes, first = ended.codes, ended.first
+    if ended.stopped and any(code < 0 for code in codes) and all(code <= 0 or code == INTERRUPTED for code in codes):
+        # Stopped before they could take the signal, or once more while they were ending.
+        summary = {**(read_summary(path) or {}), "status": "interrupted", "message": "stopped by the user"}
+        RunFolder(path).write_summary(summary)
+        _say("interrupted", f"resume={path} goes on from its newest checkpoint, if it has one")
+        return summary, INTERRUPTED
+    failures = {number: path / f"failure.{number}.txt" for number in range(count)}
+    said = {number: file.read_text() for number, file in failures.items() if file.exists()}
+    for file in failures.values():
+        file.unlink(missing_ok=True)
+    if first is None or codes[first] == INTERRUPTED:
         return read_summary(path) or {}, codes[0]
-    how = f"was ended by signal {-codes[first]}" if codes[first] < 0 else "failed (its message is above)"
-    message = f"process {first} of {count} {how}"
+    # The others failed since this one was gone, so what they say is beside the point.
+    reason = f"ended by signal {-codes[first]}" if codes[first] < 0 else said.get(first, f"ended with {codes[first]}")
+    message = reason if codes[first] == 2 else f"process {first} of {count}: {reason}"
     summary = {**(read_summary(path) or {}), "status": "failed", "message": message}
     RunFolder(path).write_summary(summary)
-    _say("the run failed", message)
-    return summary, 1
+    _say("wrong usage" if codes[first] == 2 else "the run failed", message)
+    return summary, max(1, codes[first])
 
 
 def run(cfg: DictConfig, path: Path) -> tuple[dict[str, Any], int]:
@@ -164,10 +189,14 @@ def _run(cfg: DictConfig, path: Path, stop: StopRequest) -> tuple[dict[str, Any]
         summary["message"] = _one_line(error)
         if not isinstance(error, RunError):
             with contextlib.suppress(OSError):  # a full disk is no reason to say nothing
-                (path / "traceback.txt").write_text(traceback.format_exc())
-                summary["message"] += f" (see {path / 'traceback.txt'})"
+                file = path / (f"traceback.{distributed.rank()}.txt" if distributed.rank() else "traceback.txt")
+                file.write_text(traceback.format_exc())
+                summary["message"] += f" (see {file})"
         _say("the run failed", summary["message"])
     finally:
+        if code in (1, 2) and launch.PARENT in os.environ:
+            with contextlib.suppress(OSError):
+                (path / f"failure.{os.environ['LOCAL_RANK']}.txt").write_text(summary["message"])
         stop.at_once = False
         if started is not None:
             summary |= _figures(started)
@@ -264,7 +293,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _say(what: str, message: object) -> None:
-    if distributed.rank() > 0 and what != "the run failed":
+    failed = what in ("wrong usage", "the run failed")
+    if launch.PARENT in os.environ and failed:
+        return  # the one that started this process says what the first to fail has left
+    if distributed.rank() > 0 and not failed:
         return  # process 0 says the same
     Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"grpo_lightning: {what}: {message}")
 

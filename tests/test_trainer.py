@@ -120,14 +120,15 @@ what = sys.argv[1]
 code = "import sys, os, time, signal; rank = int(os.environ['LOCAL_RANK'])\\n" + {
     "fails": "sys.exit(3) if rank == 1 else time.sleep(60)",
     "usage": "sys.exit(2) if rank == 0 else time.sleep(60)",
-    "signal": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + rank)); print('ready', flush=True); time.sleep(60)",
-    "orphan": "from grpo_lightning import launch; launch.end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)",
+    "signal": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + rank)); os.write(1, b'ready' + bytes([10])); time.sleep(60)",
+    "orphan": "from grpo_lightning import launch; launch.end_with_parent(); os.write(1, str(os.getpid()).encode() + bytes([10])); time.sleep(60)",
     "well": "assert os.environ['WORLD_SIZE'] == '2' and os.environ['MASTER_PORT']",
 }[what]
 launch.GRACE = 0.5
 real = launch.subprocess.Popen
 launch.subprocess.Popen = lambda command, **options: real([sys.executable, "-c", code], **options)
-print(launch.launch([], 2), flush=True)
+ended = launch.launch([], 2)
+print((ended.codes, ended.first, ended.stopped), flush=True)
 """  # noqa: E501
 
 
@@ -136,7 +137,8 @@ def start(what: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    ("what", "codes"), [("well", "([0, 0], None)"), ("fails", "([-9, 3], 1)"), ("usage", "([2, -9], 0)")]
+    ("what", "codes"),
+    [("well", "([0, 0], None, False)"), ("fails", "([-9, 3], 1, False)"), ("usage", "([2, -9], 0, False)")],
 )
 def test_when_one_process_fails_the_others_are_ended_and_the_codes_tell(what, codes):
     with start(what) as parent:
@@ -148,7 +150,8 @@ def test_a_signal_is_passed_on_once_to_each_process():
         assert parent.stdout is not None
         assert [parent.stdout.readline().strip() for _ in range(2)] == ["ready", "ready"]
         parent.send_signal(signal.SIGTERM)
-        assert parent.communicate(timeout=60)[0].startswith("([10, 11], ")
+        out = parent.communicate(timeout=60)[0].strip()
+        assert out.startswith("([10, 11], ") and out.endswith("True)")
 
 
 def test_the_processes_end_with_the_one_that_watches_them():

@@ -74,6 +74,7 @@ class Checkpoint(L.Callback):
         if isinstance(exception, Stop) and not self.stop.twice and self._unsaved is not None:
             rollout, state = self._unsaved
             self._save(trainer, pl_module, rollout, pickle.loads(state))
+            self.folder.remove_rollouts_after(rollout)
 
     def _save(self, trainer: L.Trainer, module: L.LightningModule, rollout: int, state: dict[str, Any]) -> None:
         self._unsaved = None

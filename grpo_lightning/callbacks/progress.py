@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lightning.callbacks.evaluation import EvaluationCallback
-from grpo_lightning.callbacks.rollout import RolloutCallback
 from grpo_lightning.module import GRPOModule
 
 
@@ -27,12 +26,10 @@ class Progress(L.Callback):
         self.console = Console(highlight=False)
         self._bar: Bar | None = None
         self._accuracy = "-"
-        self._before = (0, 0.0)  # tokens generated and seconds spent on them, up to the rollout before
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
         done = trainer.current_epoch
-        self._before = (_find(trainer, RolloutCallback).tokens_generated, pl_module.clock.total["generate"])
         if not done:
             self._show_validation(trainer, "before training")
         self._accuracy = _figure(_find(trainer, EvaluationCallback).last["val/accuracy"])
@@ -57,9 +54,10 @@ class Progress(L.Callback):
         validated = "val/accuracy" in metrics
         if validated:
             self._accuracy = _figure(metrics["val/accuracy"])
+        speed = _figure(metrics["speed/generated_tokens_per_s"], ",.0f")
         values = (
             f"reward {_figure(metrics['reward/mean'])} acc {_figure(metrics['train/accuracy'])} "
-            f"held-out {self._accuracy} {self._tokens_per_second(trainer, pl_module):,.0f} tok/s"
+            f"held-out {self._accuracy} {speed} tok/s"
         )
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, values=values)
@@ -67,13 +65,6 @@ class Progress(L.Callback):
             self.console.print(f"rollout {trainer.current_epoch + 1}/{trainer.max_epochs}  {values}", soft_wrap=True)
         if validated:
             self._show_validation(trainer, f"after rollout {trainer.current_epoch + 1}")
-
-    def _tokens_per_second(self, trainer: L.Trainer, pl_module: GRPOModule) -> float:
-        """Tokens generated per second of generating, in this rollout."""
-        now = (_find(trainer, RolloutCallback).tokens_generated, pl_module.clock.total["generate"])
-        tokens, seconds = now[0] - self._before[0], now[1] - self._before[1]
-        self._before = now
-        return tokens / seconds if seconds else 0.0
 
     def _show_validation(self, trainer: L.Trainer, when: str) -> None:
         callback = _find(trainer, EvaluationCallback)
@@ -123,8 +114,8 @@ def _find(trainer: L.Trainer, kind: type) -> Any:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
 
 
-def _figure(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3f}"
+def _figure(value: float, form: str = ".3f") -> str:
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def _end(text: str, width: int) -> str:

@@ -7,7 +7,7 @@ is reported with the component's name and the row.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -97,12 +97,22 @@ class RewardSet:
     def has_correctness(self) -> bool:
         return any(component.correctness for component in self.components.values())
 
-    def __call__(self, batch: RewardBatch) -> RewardResult:
-        """Score a batch. Raises RunError if a component gives the wrong number of scores or fails on every row."""
+    def __call__(self, batch: RewardBatch, gather: Callable[[Any], list[Any]] = lambda value: [value]) -> RewardResult:
+        """Score a batch. Raises RunError if a component gives the wrong number of scores or fails on every row.
+
+        Where several processes score a part each, `gather` gives what all of them pass to it, so that it is every row
+        of all parts that has to fail.
+        """
         scores: dict[str, list[float | None]] = {}
         errors: list[str] = []
         for name, component in self.components.items():
-            scores[name] = _score(name, component, batch, errors) if len(batch) else []
+            failed: list[str] = []
+            scores[name] = _score(name, component, batch, failed) if len(batch) else []
+            errors += failed
+            parts = gather((len(batch), failed))
+            rows, messages = sum(size for size, _ in parts), [line for _, lines in parts for line in lines]
+            if rows and len(messages) == rows:
+                raise RunError(f"{messages[0]} (and no other of the {rows} rows could be scored)")
         for line in errors:
             logger.debug(line)
         total: list[float] = []
@@ -145,8 +155,6 @@ def _score(name: str, component: Component, batch: RewardBatch, errors: list[str
         clean.append(score)
         if problem:
             failed.append(f"reward.{name}: row {i}: {problem}")
-    if len(failed) == len(batch):
-        raise RunError(f"{failed[0]} (and no other of the {len(batch)} rows could be scored)")
     errors.extend(failed)
     return clean
 

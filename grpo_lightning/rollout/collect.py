@@ -234,7 +234,7 @@ class Collector:
             keys=[(self.seed, TRAIN_STREAM, number, index, k) for index, _, _, k in flat],
             decode=self.decode,
         )
-        result = self.rewards(batch)
+        result = self.rewards(batch, gather)
         groups, at = [], 0
         for index, prompt, completions in sampled:
             span = slice(at, at + len(completions))

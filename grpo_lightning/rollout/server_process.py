@@ -70,7 +70,10 @@ class ServerProcess:
                 raise RunError(f"the vLLM server ended with code {code}: {self._last_words()} (its output: {self.log})")
             if time.monotonic() > deadline:
                 self.stop()
-                raise RunError(f"no answer from the vLLM server for {self.start_timeout:g} s (its output: {self.log})")
+                raise RunError(
+                    f"no answer from the vLLM server within rollout.engine.start_timeout={self.start_timeout:g} s "
+                    f"(its output: {self.log})"
+                )
             if self._given_up.wait(0.2):
                 self.stop()
                 raise RunError("the vLLM server was stopped before it had answered")

@@ -70,6 +70,8 @@ class VLLMServerEngine:
         log: str,
     ) -> None:
         _check(launch, url, weights, gpu_memory_utilization, options, start_timeout, patience, retries)
+        if not 0 <= port <= 65535:
+            raise UsageError(f"rollout.engine.port must be from 0 (any free one) to 65535, got {port}")
         self.start_timeout, self.patience, self.retries = start_timeout, patience, retries
         self._process: ServerProcess | None = None
         if launch:
@@ -180,7 +182,9 @@ class VLLMServerEngine:
         return completions
 
     def _first_answer(self) -> int:
-        log.info("%s the vLLM server. %s", "starting" if self._process else "waiting for", self._where())
+        what = "starting the vLLM server" if self._process else "waiting for the vLLM server to answer"
+        limit = f"for at most {self.start_timeout:g} s (rollout.engine.start_timeout)"
+        log.info("%s, %s. %s", what, limit, self._where())
         self._bring_up()
         return self._server.room()
 
@@ -271,6 +275,8 @@ def _visible(devices: list[int] | None) -> str | None:
         return None
     if not isinstance(devices, list) or not all(isinstance(number, int) for number in devices):
         raise UsageError(f"rollout.engine.devices must be a list of GPU numbers such as [6,7], got {devices}")
+    if not torch.cuda.is_available():
+        log.warning("rollout.engine.devices=%s: there is no CUDA GPU here, so it has no effect", devices)
     return ",".join(map(str, devices))
 
 

@@ -123,14 +123,51 @@ def test_dynamic_sampling_filters_and_uneven_lengths_go_on_in_step(toy, tmp_path
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
-def test_a_process_without_a_loss_token_takes_part(toy, tmp_path):
-    # One group of two rows, and a minibatch of it: the fourth process has no row at all in any of the two passes.
+def test_processes_without_a_row_take_part_and_count_for_nothing(toy, tmp_path):
+    # Minibatches of one group of three rows: of four processes one has none, and repeats a row.
     options = [
-        *toy, "reward=[function]", "reward.function.path=tests.heavy.rewards.first_wins", "eval.reward=[exact]",
-        "rollout.prompts=4", "rollout.group_size=2", "update.minibatches=4", "trainer.max_epochs=2", "rollout=hf",
+        *toy, *LEARNS[:2], "rollout=hf", "rollout.prompts=4", "rollout.group_size=3", "update.minibatches=4",
+        "trainer.max_epochs=1", "optimizer._target_=torch.optim.SGD", "optimizer.lr=10", "optimizer.max_grad_norm=null",
     ]  # fmt: skip
-    folder = finish(tmp_path / "run", *options, *several("fsdp", 4))
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 8
+    single = finish(tmp_path / "single", *options, "trainer=cpu")
+    folder = finish(tmp_path / "several", *options, *several("fsdp", 4))
+    left, right = (pd.read_csv(path / "metrics.csv") for path in (single, folder))
+    assert len(left) == 4
+    for name in left.columns:
+        if not name.startswith(("time/", "speed/")):
+            np.testing.assert_allclose(right[name], left[name], rtol=2e-3, atol=1e-5, err_msg=name)
+    assert largest_difference(single, folder, start_of(toy)) < 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fsdp_samples_ahead_with_the_weights_it_has_trained(count, toy, tmp_path):
+    threaded = ["rollout=vllm_server", "rollout.engine._target_=tests.heavy.engines.ThreadedWhole", "rollout.ahead=1"]
+    options = [*toy, *LEARNS[:2], *threaded, "rollout.prompts=6", "update.minibatches=2", "trainer.max_epochs=3"]
+    single = finish(tmp_path / "single", *options, "trainer=cpu")
+    folder = finish(tmp_path / "sharded", *options, *several("fsdp", count))
+    for number in (1, 2, 3):
+        assert same_but_rounding(folder, single, number) >= 0.99
+    for name, values in weights(single).items():
+        assert float((weights(folder)[name] - values).abs().max() / values.abs().max()) < 1e-4, name
+    assert pd.read_csv(folder / "metrics.csv")["sampler/logp_gap_max"].max() < 1e-4
+
+
+def test_the_cause_of_a_failure_is_told_whichever_process_it_strikes(toy, tmp_path):
+    options = [*toy, "rollout=hf", *several("ddp", 2), "reward=[function]", "eval.reward=[exact]"]
+    options += ["reward.function.path=tests.heavy.rewards.breaks_in_process_1"]
+    done = run(*options, f"hydra.run.dir={tmp_path / 'r'}")
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert done.returncode == 1 and summary["status"] == "failed"
+    assert "process 1 of 2: " in summary["message"] and "gave 1 scores for 8 completions" in summary["message"]
+    assert done.stderr.count("the run failed") == 1 and summary["message"] in done.stderr
+
+
+def test_a_reward_that_fails_on_one_process_rows_alone_is_no_failure(toy, tmp_path):
+    options = [*toy, "rollout=hf", *several("ddp", 2), "reward=[function]", "eval.reward=[exact]"]
+    options += ["reward.function.path=tests.heavy.rewards.cannot_score_in_process_1", "trainer.max_epochs=1"]
+    folder = finish(tmp_path / "run", *options)
+    rewards = [record["reward"] for record in records(folder, 1)]
+    assert len(rewards) == 16 and sum(reward is None for reward in rewards) == 8
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

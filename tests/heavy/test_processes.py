@@ -209,7 +209,7 @@ def test_the_death_of_a_process_ends_the_run_with_a_message_and_no_orphan(toy, t
         assert len(children) == 2
         os.kill(int(children[1]), signal.SIGKILL)
         message = parent.communicate(timeout=120)[1]
-    assert parent.returncode == 1 and "process 1 of 2 was ended by signal 9" in message
+    assert parent.returncode == 1 and "process 1 of 2: ended by signal 9" in message
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert list((folder / "checkpoints").glob("rollout=*.ckpt"))

@@ -190,6 +190,7 @@ def test_the_sampler_as_old_policy_trains_alike_where_both_agree(command, toy, r
     # After the rollout's first step the trainer has no log-probabilities at the weights that sampled.
     gap = sampler["sampler/logp_gap_max"]
     assert gap.isna().tolist() == [False, True, False, True] and (gap.dropna() < 1e-4).all()
+    assert sampler["sampler/logp_gap_mean"].isna().tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", SMALL if options.cpu else LARGE)
-        for check, overrides in CHECKS.items():
-            line, passed = one(folder / check.replace(" ", "_"), folder / "model", overrides, options.cpu)
+        for number, (check, overrides) in enumerate(CHECKS.items()):
+            line, passed = one(folder / f"check_{number}", folder / "model", overrides, options.cpu)
             failed += not passed
             print(f"{'PASS' if passed else 'FAIL'}  {check}: {line}", flush=True)
     return 1 if failed else 0

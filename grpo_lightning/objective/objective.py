@@ -1,6 +1,6 @@
 """The objective: one part per group, put together into one loss.
 
-loss = sum_{i,t} w_{i,t} * ( c_{i,t} * surrogate_{i,t} + beta * kl_{i,t} )
+loss = sum_{i,t} w_{i,t} * ( c_{i,t} * surrogate_{i,t} - coef * H_{i,t} + beta * kl_{i,t} )
 """
 
 from collections.abc import Mapping
@@ -90,8 +90,23 @@ class Objective:
         """Whether the KL is taken off the rewards instead of being a term of the loss."""
         return bool(trait(self.kl, "in_reward"))
 
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages can take the values of a critic."""
+        return "values" in keywords(self.advantage)
+
+    @property
+    def selects(self) -> bool:
+        """Whether tokens are selected over the whole minibatch, before it is cut: see `select`."""
+        return hasattr(self.entropy, "select")
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether the entropy is a term of the loss, so that `loss` must be given it with its graph."""
+        return bool(trait(self.entropy, "differentiates"))
+
     def needs(self, keyword: str) -> bool:
-        """Whether some part must be given `keyword`, e.g. "sampler_logp" or "entropy"."""
+        """Whether some part must be given `keyword`, e.g. "sampler_logp" or "correct"."""
         return any(keywords(part).get(keyword, False) for part in self._parts().values() if callable(part))
 
     def check_group_size(self, group_size: int) -> None:
@@ -110,16 +125,30 @@ class Objective:
         check_shape("truncated", truncated, task_rewards.shape)
         return (task_rewards + self.overlong(lengths)).to(task_rewards.dtype)
 
-    def keep_rows(self, rewards: Tensor, truncated: Tensor) -> Tensor:
-        """Which rows stay in the loss [N] bool: those with a reward that overlong filtering does not remove."""
+    def keep_rows(
+        self, rewards: Tensor, truncated: Tensor, group_ids: Tensor | None = None, *, correct: Tensor | None = None
+    ) -> Tensor:
+        """Which rows stay in the loss [N] bool: those with a reward that neither overlong filtering nor an advantage
+        which rejects rows (raft) takes out. rewards [N], truncated [N] bool, group_ids [N] int, correct [N] bool."""
         there = ~torch.isnan(rewards)
-        return there & ~truncated if trait(self.overlong, "drop_truncated") else there
+        if trait(self.overlong, "drop_truncated"):
+            there = there & ~truncated
+        if hasattr(self.advantage, "keep"):
+            if group_ids is None:
+                raise ValueError(f"{named('advantage', self.advantage)} needs `group_ids`, which was not given")
+            option = named("advantage", self.advantage)
+            there = there & call(option, self.advantage.keep, rewards, group_ids, correct=correct)
+        return there
 
     def kl_penalty(self, old_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
         """beta * kl(old, ref) [N, T], detached, 0 off the mask: what kl.in_reward takes off the rewards."""
         dtype = _working_dtype(old_logp)
         old, ref = _clean("old_logp", old_logp, mask, dtype), _clean("ref_logp", ref_logp, mask, dtype)
-        return (trait(self.kl, "beta") * self.kl(old, ref)).detach()
+        return (trait(self.kl, "beta") * self._kl(old, ref, torch.zeros_like(old))).detach()
+
+    def _kl(self, logp: Tensor, ref_logp: Tensor, log_ratio: Tensor) -> Tensor:
+        kl = self.kl if self.needs_reference else K3(beta=0.0)
+        return call(named("kl", self.kl), kl, logp, ref_logp, log_ratio=log_ratio)
 
     def advantages(
         self,
@@ -129,17 +158,23 @@ class Objective:
         *,
         correct: Tensor | None = None,
         components: Mapping[str, Tensor] | None = None,
+        component_weights: Mapping[str, float] | None = None,
         kl_penalty: Tensor | None = None,
-        step_rewards: Any = None,
-        step_ends: Any = None,
+        step_rewards: Tensor | None = None,
+        step_ends: Tensor | None = None,
         entropy: Tensor | None = None,
         prompt_ids: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
         """Advantages [N, T] of one whole rollout (all ranks); 0 off the mask and in rows without a reward.
 
         rewards [N] float, NaN where there is none; group_ids [N] int in any order; mask [N, T] bool: all completion
         tokens. The keywords reach the options that take them. `kl_penalty` [N, T], from the method of that name, is
         needed exactly with kl.in_reward=true: options that do not take it token by token see r_i - sum_t kl_penalty.
+
+        correct [N] bool; components {name: [N]}, unweighted scores, with component_weights {name: float};
+        step_rewards [N, S] float (NaN: no such step) with step_ends [N, S] int, the position of each step's last token;
+        entropy [N, T] of the old policy; prompt_ids [N] int; values [N, T] of the critic.
         """
         check_mask(mask)
         check_shape("rewards", rewards, mask.shape[:1])
@@ -156,9 +191,13 @@ class Objective:
             kl_penalty = _clean("kl_penalty", kl_penalty.detach(), mask, dtype)
             if "kl_penalty" not in keywords(self.advantage):
                 rewards = rewards - kl_penalty.sum(dim=1)
+        if entropy is not None:
+            entropy = _clean("entropy", entropy.detach(), mask, dtype)
+        if values is not None:
+            values = _clean("values", values.detach(), mask, dtype)
         available = dict(
-            correct=correct, components=components, kl_penalty=kl_penalty, step_rewards=step_rewards,
-            step_ends=step_ends, entropy=entropy, prompt_ids=prompt_ids,
+            correct=correct, components=components, component_weights=component_weights, kl_penalty=kl_penalty,
+            step_rewards=step_rewards, step_ends=step_ends, entropy=entropy, prompt_ids=prompt_ids, values=values,
         )  # fmt: skip
         result = call(named("advantage", self.advantage), self.advantage, rewards, group_ids, mask, **available)
         check_shape("the advantage", result, mask.shape)
@@ -175,6 +214,30 @@ class Objective:
         check_shape("group_ids", group_ids, mask.shape[:1])
         return self.loss_norm(mask, group_ids)
 
+    def select(
+        self, logp: Tensor, advantages: Tensor, mask: Tensor, *, entropy: Tensor | None = None, step: int = 0
+    ) -> Tensor:
+        """The tokens [N, T] bool that `entropy` singles out in one whole minibatch, all its micro-batches and ranks.
+
+        logp, entropy [N, T]: of the policy before the step; advantages [N, T]; step: number of the optimiser step, from
+        which a random selection draws. For `loss` as `selected`, cut as the rows are.
+        """
+        check_mask(mask)
+        dtype = _working_dtype(logp)
+        logp, advantages = (_clean(n, v.detach(), mask, dtype) for n, v in (("logp", logp), ("advantages", advantages)))
+        entropy = None if entropy is None else _clean("entropy", entropy.detach(), mask, dtype)
+        option = named("entropy", self.entropy)
+        return call(option, self.entropy.select, logp, advantages, mask, entropy=entropy, step=step) & mask
+
+    def observe(self, measured: Mapping[str, float], completions: int) -> None:
+        """Tell the parts that adapt themselves what a rollout's steps measured on average, once per rollout.
+
+        measured: metric name -> mean; completions: how many were trained on.
+        """
+        for part in self._parts().values():
+            if hasattr(part, "observe"):
+                part.observe(measured, completions)
+
     def loss(
         self,
         logp: Tensor,
@@ -187,12 +250,15 @@ class Objective:
         *,
         sampler_logp: Tensor | None = None,
         entropy: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> LossOutput:
         """The loss of these rows, to be minimised; everything [N, T] but group_ids [N].
 
         logp: of the current policy, with its graph. old_logp: at the weights that sampled; None is detached `logp`.
         weights: from `weights` over the whole minibatch; None computes them from these rows.
         sampler_logp: of the engine, at sampling. With it there are metrics of the ratio exp(old_logp - sampler_logp).
+        entropy: of the current policy, with its graph where it is a term of the loss.
+        selected: bool, from `select` over the whole minibatch; None selects among these rows.
         Raises ValueError for a value under the mask that is not finite, naming tensor, row and position.
         """
         check_mask(mask)
@@ -204,19 +270,33 @@ class Objective:
         weights = _clean("weights", weights.detach(), mask, dtype)
         given = {"sampler_logp": sampler_logp, "entropy": entropy}
         others = {name: _clean(name, v, mask, dtype) for name, v in given.items() if v is not None}
-        if trait(self.ratio, "per_row"):
-            _check_constant_rows(named("ratio", self.ratio), advantages, mask)
+        if self.selects:
+            if selected is None:
+                selected = self.select(logp, advantages, mask, entropy=entropy)
+            check_shape("selected", selected, mask.shape)
+        per_row = {group: trait(getattr(self, group), "per_row") for group in ("ratio", "clip")}
+        for group in ("ratio", "clip"):
+            if per_row[group]:
+                _check_constant_rows(named(group, getattr(self, group)), advantages, mask)
 
         log_ratio = self.ratio(logp - old, mask)
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        surrogate = self.clip(ratio, advantages, logp)
+        clip, tokens = named("clip", self.clip), {"mask": mask, "old_logp": old}
+        surrogate = call(clip, self.clip, ratio, advantages, logp, **tokens)
         correction = call(named("correction", self.correction), self.correction, old, mask, **others)
-        token_losses = call(named("entropy", self.entropy), self.entropy, correction * surrogate, mask, **others)
+        token_losses = call(
+            named("entropy", self.entropy), self.entropy, correction * surrogate, mask,
+            **others, selected=selected, logp=logp, old_logp=old, ratio=ratio, advantages=advantages,
+        )  # fmt: skip
 
         values = {"ratio/mean": ratio, "ratio/clamped_fraction": log_ratio.abs() > MAX_LOG_RATIO}
+        metrics = {name: _mean(value, mask, per_row["ratio"]) for name, value in values.items()}
+        if selected is not None:
+            metrics["entropy/selected_fraction"] = _mean(selected, mask, False)
         if hasattr(self.clip, "clipped"):
-            values["clip/low_fraction"], values["clip/high_fraction"] = self.clip.clipped(ratio, advantages)
-        metrics = {name: _mean(value, mask, trait(self.ratio, "per_row")) for name, value in values.items()}
+            low, high = call(clip, self.clip.clipped, ratio, advantages, **tokens)
+            metrics["clip/low_fraction"] = _mean(low, mask, any(per_row.values()))
+            metrics["clip/high_fraction"] = _mean(high, mask, any(per_row.values()))
         maxima = {"policy/ratio_max": _largest(ratio, mask)}
         if "sampler_logp" in others:
             between = sampler_ratio(old, others["sampler_logp"], mask)
@@ -227,7 +307,7 @@ class Objective:
             metrics["correction/changed_fraction"] = _mean(changed, mask, trait(self.correction, "per_row"))
         if ref_logp is not None:
             ref = _clean("ref_logp", ref_logp.detach(), mask, dtype)
-            kl = (self.kl if self.needs_reference else K3(beta=0.0))(logp, ref)
+            kl = self._kl(logp, ref, logp - old)
             metrics["policy/kl"] = _mean(kl, mask, False)
             if not self.kl_in_reward:
                 token_losses = token_losses + trait(self.kl, "beta") * kl

@@ -11,12 +11,13 @@ DEFAULTS = {
     "name": "",  # how messages call the option
     "group_baseline": False,  # advantage: compares completions of one group, needs two of them
     "varies_within_row": False,  # advantage: not the same on every token of a row
-    "per_row": False,  # ratio, correction: one number per row
+    "per_row": False,  # ratio, clip, correction: one number per row
     "needs_reference": True,  # kl: the reference policy must be loaded
     "in_reward": False,  # kl: taken off the rewards
     "beta": 1.0,  # kl: its coefficient
     "rows_weigh_equally": True,  # loss_norm: the weights of every row add up to the same
     "drop_truncated": False,  # overlong: truncated rows leave the loss
+    "differentiates": False,  # entropy: a term of the loss, so that the gradient goes through it
 }
 
 

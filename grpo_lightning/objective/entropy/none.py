@@ -1,4 +1,4 @@
-"""entropy: what the entropy of the policy does to the loss of each token."""
+"""entropy=none: the token losses stay as they are."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NoEntropy:
-    """The token losses stay as they are."""
+    """No term. Source: DeepSeekMath (arXiv 2402.03300), eq. 3, which has none."""
 
     name: ClassVar[str] = "none"
 

@@ -238,6 +238,13 @@ class Objective:
             if hasattr(part, "observe"):
                 part.observe(measured, completions)
 
+    @property
+    def adapted(self) -> dict[str, float]:
+        """The coefficients that change by `observe`, as they are now: "kl/beta", "entropy/coef"."""
+        names = {"kl": "beta", "entropy": "coef"}
+        parts = {group: getattr(self, group) for group in names}
+        return {f"{g}/{names[g]}": float(getattr(p, names[g])) for g, p in parts.items() if hasattr(p, "observe")}
+
     def loss(
         self,
         logp: Tensor,

@@ -42,7 +42,7 @@ class AdaptiveBonus:
     name = "adaptive"
     differentiates = True
 
-    def __init__(self, target: float, coef: float, delta: float, min: float, max: float) -> None:  # noqa: A002
+    def __init__(self, target: float, coef: float, delta: float, min: float, max: float) -> None:
         check_number("entropy.target", target, "[0, inf)")
         check_number("entropy.delta", delta, "(0, inf)")
         check_number("entropy.max", max, "[0, inf)")

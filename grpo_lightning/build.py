@@ -40,6 +40,7 @@ from grpo_lightning.lora import has_adapters
 from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import Objective
+from grpo_lightning.objective.pairs import named, trait
 from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.auto import auto_choice
 from grpo_lightning.rollout.buffer import RolloutBuffer
@@ -100,6 +101,7 @@ def build(
     if not val_items:
         raise UsageError(f"eval.prompts={cfg.eval.prompts}: the data has no held-out prompts")
     rewards, eval_rewards = _rewards(cfg, has_answers=any(item.answer is not None for item in val_items))
+    _check_rewards(objective, rewards)
     tokenizer = load_tokenizer(cfg.model.path)
     prompts, skipped = tokenize(train_items, tokenizer, **options)
     val_prompts, val_skipped = tokenize(val_items, tokenizer, **options)
@@ -118,6 +120,14 @@ def build(
     if objective.needs_reference and not has_adapters(policy):
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     engine = build_engine(cfg, folder)
+    critic = None
+    if cfg.critic:
+        extra_arguments = {
+            "policy": policy,
+            "path": cfg.model.path,
+            "attn_implementation": cfg.model.attn_implementation,
+        }
+        critic = instantiate({**_plain(cfg.critic), "_partial_": True}, "critic")(**extra_arguments)
     buffer = RolloutBuffer(cfg["update"].epochs, cfg["update"].minibatches, cfg.seed)
     module = GRPOModule(
         policy,
@@ -130,6 +140,9 @@ def build(
         max_grad_norm=cfg.optimizer.max_grad_norm,
         warmup_rollouts=cfg.optimizer.warmup_rollouts,
         old_logp=cfg["update"].old_logp,
+        critic=critic,
+        reference_every=cfg.reference.every,
+        reference_mix=cfg.reference.mix,
     )
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     params = SamplingParams(cfg.rollout.max_new_tokens, cfg.rollout.temperature, eos_token_ids(policy, tokenizer))
@@ -143,10 +156,11 @@ def build(
         group_size=cfg.rollout.group_size,
         seed=cfg.seed,
         needs_old_logp=len(buffer) > 1,
-        score_logps=module.score_logps,
+        score=module.score,
         decode=decode,
         clock=module.clock,
         old_logp=cfg["update"].old_logp,
+        has_critic=critic is not None,
         kept_weights=module.kept_weights,
     )
     run_evaluation = partial(
@@ -289,6 +303,22 @@ def _rewards(cfg: DictConfig, has_answers: bool) -> tuple[RewardSet, RewardSet]:
     return rewards, eval_rewards
 
 
+def _check_rewards(objective: Objective, rewards: RewardSet) -> None:
+    """Refuse an objective that is made of what no component of `reward` gives."""
+    chosen = f"reward=[{','.join(rewards.components)}]"
+    sampling, advantage = (named(group, getattr(objective, group)) for group in ("sampling", "advantage"))
+    for option, needed in (
+        (advantage, objective.needs("correct")),
+        (sampling, trait(objective.sampling, "needs_verdicts")),
+    ):
+        if needed and not rewards.has_correctness:
+            raise UsageError(
+                f"{option} needs to know right from wrong, which no component of {chosen} tells: add exact"
+            )
+    if objective.needs("step_rewards") and not rewards.judges_steps:
+        raise UsageError(f"{advantage} needs rewards of steps, which nothing in {chosen} gives: add process")
+
+
 def _optimizer(options: DictConfig) -> Any:
     plain = {k: v for k, v in _plain(options).items() if k not in ("warmup_rollouts", "max_grad_norm")}
     try:
@@ -300,7 +330,7 @@ def _optimizer(options: DictConfig) -> Any:
             log.info("optimizer._target_=%s takes no %s: left out", plain["_target_"], name)
     factory = instantiate({**plain, "_partial_": True}, "optimizer")
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return factory(list(parameters))
 
     try:

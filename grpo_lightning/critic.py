@@ -6,15 +6,23 @@ advantage=gae compares what a token brought with what was expected there, and so
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from grpo_lightning.model import load_policy
 from grpo_lightning.objective.checks import check_number
 from grpo_lightning.rollout.buffer import Batch
+
+
+def check_options(*, coef: float, lr: float | None, epsilon: float | None) -> None:
+    """Raise ValueError, naming the option, where a number of the critic is out of its range."""
+    check_number("critic.coef", coef, "(0, inf)")
+    if lr is not None:
+        check_number("critic.lr", lr, "[0, inf)")
+    if epsilon is not None:
+        check_number("critic.epsilon", epsilon, "(0, inf)")
 
 
 class Critic(nn.Module):
@@ -35,11 +43,7 @@ class Critic(nn.Module):
         self, policy: nn.Module, *, coef: float, lr: float | None, epsilon: float | None, trunk: nn.Module | None = None
     ) -> None:
         super().__init__()
-        check_number("critic.coef", coef, "(0, inf)")
-        if lr is not None:
-            check_number("critic.lr", lr, "[0, inf)")
-        if epsilon is not None:
-            check_number("critic.epsilon", epsilon, "(0, inf)")
+        check_options(coef=coef, lr=lr, epsilon=epsilon)
         self.coef, self.lr, self.epsilon, self.trunk = coef, lr, epsilon, trunk
         width = policy.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
         self.head = nn.Linear(width, 1)
@@ -91,5 +95,5 @@ def head(policy: nn.Module, path: str, attn_implementation: str | None, **option
 
 def model(policy: nn.Module, path: str, attn_implementation: str | None, **options: Any) -> Critic:
     """critic=model: a model of its own that begins as the policy does; its memory is what GRPO saves."""
-    own: PreTrainedModel = load_policy(path, attn_implementation=attn_implementation)
-    return Critic(policy, trunk=own.base_model, **options)
+    own = load_policy(path, attn_implementation=attn_implementation)
+    return Critic(policy, trunk=cast(nn.Module, own.base_model), **options)

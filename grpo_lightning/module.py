@@ -59,7 +59,7 @@ class GRPOModule(L.LightningModule):
         policy: nn.Module,
         objective: Objective,
         buffer: RolloutBuffer,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
         *,
         reference: nn.Module | None = None,
         temperature: float = 1.0,
@@ -173,7 +173,7 @@ class GRPOModule(L.LightningModule):
         self._steps.append({**self.step_metrics, "rows": sum(bool(row.loss_mask.any()) for row in rows)})
 
     def end_rollout(self) -> None:
-        """What happens once per rollout, after its last step: parts of the objective and the reference policy follow."""
+        """Once per rollout, after its last step: parts of the objective adapt, the reference policy follows."""
         if not self._steps:
             return
         names = self._steps[0].keys() - {"rows"}
@@ -219,7 +219,8 @@ class GRPOModule(L.LightningModule):
                 entropy=entropy,
                 selected=None if selected is None else selected[indices, : batch.mask.shape[1]].to(self.device),
             )
-            loss, more = out.loss, {}
+            loss = out.loss
+            more: dict[str, tuple[Tensor, Tensor]] = {}
             if values is not None:
                 value_loss, more = self._value_loss(values, batch, tokens_in_all, counts)
                 loss = loss + value_loss
@@ -245,9 +246,11 @@ class GRPOModule(L.LightningModule):
 
     def _forward(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """logp, entropy and, with a critic, values of the policy as it is now, each [N, T]."""
-        with self.critic.watching(self.policy) if self.critic else nullcontext([]) as seen:
+        if self.critic is None:
+            return *token_logps(self.policy, batch, self.temperature, entropy_gradient=entropy_gradient), None
+        with self.critic.watching(self.policy) as seen:
             logp, entropy = token_logps(self.policy, batch, self.temperature, entropy_gradient=entropy_gradient)
-        return logp, entropy, self.critic.values(batch, seen) if self.critic else None
+        return logp, entropy, self.critic.values(batch, seen)
 
     def _value_loss(
         self, values: Tensor, batch: Batch, tokens: int, counts: bool
@@ -298,10 +301,12 @@ class GRPOModule(L.LightningModule):
                 else:
                     logp, entropy, values = self._forward(batch)
             for place, index in enumerate(indices):
-                own = (
-                    None if v is None else v[place, : rows[index].length].cpu().clone() for v in (logp, entropy, values)
+                own = (place, slice(rows[index].length))
+                result[index] = Scores(
+                    logp[own].cpu().clone(),
+                    entropy[own].cpu().clone(),
+                    None if values is None else values[own].cpu().clone(),
                 )
-                result[index] = Scores(*own)
         # Each process has scored its own rows; those of a process that has them stand for all.
         parts = shares(list(rows), world_size())
         for part, scored in zip(parts, gather([result[i] for i in parts[rank()]] if rows else []), strict=True):

@@ -90,10 +90,9 @@ class Objective:
         """Whether the KL is taken off the rewards instead of being a term of the loss."""
         return bool(trait(self.kl, "in_reward"))
 
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the advantages can take the values of a critic."""
-        return "values" in keywords(self.advantage)
+    def takes(self, keyword: str) -> bool:
+        """Whether the advantage takes `keyword`, e.g. "values" or "entropy"."""
+        return keyword in keywords(self.advantage)
 
     @property
     def selects(self) -> bool:
@@ -107,7 +106,9 @@ class Objective:
 
     def needs(self, keyword: str) -> bool:
         """Whether some part must be given `keyword`, e.g. "sampler_logp" or "correct"."""
-        return any(keywords(part).get(keyword, False) for part in self._parts().values() if callable(part))
+        calls = [part for part in self._parts().values() if callable(part)]
+        calls += [self.advantage.keep] if hasattr(self.advantage, "keep") else []
+        return any(keywords(each).get(keyword, False) for each in calls)
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError where a group of one completion cannot give a signal."""
@@ -203,6 +204,25 @@ class Objective:
         check_shape("the advantage", result, mask.shape)
         there = per_token(torch.ones_like(rewards), mask).bool() & ~torch.isnan(rewards)[:, None]
         return result.to(dtype).where(there, 0)
+
+    def returns(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        mask: Tensor,
+        *,
+        values: Tensor,
+        kl_penalty: Tensor | None = None,
+    ) -> Tensor:
+        """What a critic should have said [N, T], 0 off the mask and in rows without a reward; as in `advantages`."""
+        option = named("advantage", self.advantage)
+        if not hasattr(self.advantage, "returns"):
+            raise ValueError(f"{option} takes no values of a critic: use advantage=gae, or critic=none")
+        dtype = _working_dtype(rewards)
+        given = {"values": values, "kl_penalty": kl_penalty}
+        cleaned = {name: _clean(name, v.detach(), mask, dtype) for name, v in given.items() if v is not None}
+        result = call(option, self.advantage.returns, rewards.detach().to(dtype), group_ids, mask, **cleaned)
+        return result.to(dtype).where(mask & ~torch.isnan(rewards)[:, None], 0)
 
     def weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         """The weight w [N, T] (float64) of each token of one whole minibatch: all its micro-batches, all ranks.

@@ -119,6 +119,11 @@ class RewardSet:
         self._judge = judges[0] if judges else None
 
     @property
+    def judges_steps(self) -> bool:
+        """Whether a component scores steps."""
+        return self._judge is not None
+
+    @property
     def has_correctness(self) -> bool:
         return any(component.correctness for component in self.components.values())
 

@@ -83,11 +83,16 @@ class Run:
 
 
 def build(
-    cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: list[str], stop: StopRequest | None = None
+    cfg: DictConfig,
+    objective: Objective,
+    folder: RunFolder,
+    overrides: list[str],
+    stop: StopRequest | None = None,
+    card: str = "",
 ) -> Run:
     """Build the run that `cfg` (composed from `overrides`) describes: cheap checks of the input first, the model last.
 
-    It ends early where `stop` is asked to.
+    It ends early where `stop` is asked to. The algorithm card is printed, and written down.
 
     Raises:
         UsageError: something in the options or the input files is wrong.
@@ -169,14 +174,18 @@ def build(
     rollouts = RolloutCallback(collector, folder, ahead=cfg.rollout.ahead == 1)
     evaluation = EvaluationCallback(engine, run_evaluation, every=cfg.eval.every, folder=folder)
     val_names = ["accuracy", "greedy", "reward", "length_mean", "truncated_fraction", f"pass@{cfg.eval.samples}"]
-    recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides))
+    recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides, card=card))
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
     stop = stop or StopRequest()
     checkpoint = Checkpoint(
         folder, stop, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep, best=cfg.checkpoint.best
     )
     check = SamplerCheck(cfg.trainer.precision)
-    trainer = _trainer(cfg, folder, [stop, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint])
+    trainer = _trainer(
+        cfg, folder, card, [stop, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint]
+    )
+    if card:
+        log.info("%s", card)
     log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
     # The loader yields minibatch numbers; the rows are in the buffer, which the rollout callback fills.
     # Its own generator: a loader draws a number whenever it is begun, which a resumed run does another number of times.
@@ -215,7 +224,7 @@ def instantiate(options: Any, where: str) -> Any:
         raise UsageError(f"{where}: {message}") from error
 
 
-def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) -> L.Trainer:
+def _trainer(cfg: DictConfig, folder: RunFolder, card: str, callbacks: list[L.Callback]) -> L.Trainer:
     options = {
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
@@ -230,7 +239,7 @@ def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) ->
     }
     del options["activation_checkpointing"]
     try:
-        return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder))
+        return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder, card))
     except (TypeError, ValueError, MisconfigurationException) as error:
         hint = "" if torch.cuda.is_available() else " (there is no CUDA GPU here: trainer=cpu)"
         raise UsageError(f"trainer: {' '.join(str(error).split())}{hint}") from error
@@ -259,7 +268,7 @@ def build_engine(cfg: DictConfig, folder: RunFolder) -> Engine:
     return instantiate(options, "rollout.engine")
 
 
-def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
+def build_loggers(cfg: DictConfig, folder: RunFolder, card: str = "") -> list[Logger]:
     """The loggers of `logger`, with wandb offline unless the user is logged in."""
     loggers = []
     for name, options in cfg.logger.items():
@@ -270,7 +279,7 @@ def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
             options["mode"] = wandb_mode(options.get("mode", "auto"))
             options.setdefault("id", folder.wandb_id())  # a resumed run goes on in the same run there
         logger = instantiate(options, f"logger.{name}")
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        logger.log_hyperparams({**_plain(cfg), "algorithm_card": card})
         loggers.append(logger)
     return loggers
 

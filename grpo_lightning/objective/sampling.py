@@ -27,7 +27,7 @@ class SampleAll:
 
 @dataclass(frozen=True)
 class SampleDynamic:
-    """A group is kept if its task rewards are not all the same (max != min; NaN is left out).
+    """A group is kept if max != min of its task rewards (NaN is left out), for at most max_draws draws.
 
     Source: DAPO (arXiv 2503.14476), eq. 11.
 
@@ -49,12 +49,11 @@ class SampleDynamic:
 
 
 class SampleFrontier:
-    """P(prompt) = floor / n + (1 - floor) w / sum w,  w = 4 p (1 - p),  over the n training prompts, without repetition
-    in one draw; p is the running pass rate of the prompt, w = 1 for one that has not been seen.
+    """P(prompt) = floor / n + (1 - floor) w / sum w,  w = 4 p (1 - p),  p its running pass rate (unseen: 1/2).
 
-    After a visit p = rate p + (1 - rate) (share of the group that is correct); the first visit sets it. Every group is
-    kept. Source: Learning to Reason at the Frontier of Learnability (arXiv 2502.12272), its p (1 - p); the floor and
-    the running rate are ours.
+    n training prompts; no prompt twice in one draw. After a visit p = rate p + (1 - rate) (share of the group that is
+    correct); the first visit sets it. Every group is kept.
+    Source: Learning to Reason at the Frontier of Learnability (arXiv 2502.12272), its p (1 - p); the rest is ours.
 
     floor in (0, 1]: 1 draws uniformly. rate in [0, 1): how much of the old pass rate stays.
     """

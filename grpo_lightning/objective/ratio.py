@@ -82,7 +82,8 @@ class SequenceArithmeticRatio:
         """log_ratio [N, T] float, mask [N, T] bool -> log of the ratio [N, T], constant along each row."""
         counted = mask | ~mask.any(dim=1, keepdim=True)  # a row without tokens keeps a sum that is finite
         total = torch.logsumexp(log_ratio.where(mask, 0).masked_fill(~counted, -torch.inf), dim=1, keepdim=True)
-        return (total - counted.sum(dim=1, keepdim=True).clamp(min=1).log()).expand_as(log_ratio)
+        lengths = counted.sum(dim=1, keepdim=True).clamp(min=1).to(total.dtype)
+        return (total - lengths.log()).expand_as(log_ratio)
 
 
 def _mean(log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -25,6 +25,6 @@ class GPG:
     def __call__(self, rewards: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
         """rewards [N] float (NaN: none), group_ids [N] int, mask [N, T] bool -> A [N, T] in the moments' dtype."""
         group = group_moments(rewards, group_ids)
-        there = ~torch.isnan(rewards)
-        alpha = there.sum() / (there & group.varied).sum().clamp(min=1)
+        there = (~torch.isnan(rewards)).to(group.mean.dtype)
+        alpha = there.sum() / (there * group.varied).sum().clamp(min=1)
         return per_token((alpha * (rewards - group.mean)).where(group.varied, 0), mask)

@@ -39,6 +39,7 @@ class ABC:
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Where the ratio was clipped, low and high, bool [N, T]: at either sign of A."""
-        low = torch.where(advantages > 0, 1 - self.epsilon_2, 1 - self.epsilon_4)
-        high = torch.where(advantages > 0, 1 + self.epsilon_1, 1 + self.epsilon_3)
-        return (ratio < low) & (advantages != 0), (ratio > high) & (advantages != 0)
+        positive, negative = advantages > 0, advantages < 0
+        low = ((ratio < 1 - self.epsilon_2) & positive) | ((ratio < 1 - self.epsilon_4) & negative)
+        high = ((ratio > 1 + self.epsilon_1) & positive) | ((ratio > 1 + self.epsilon_3) & negative)
+        return low, high

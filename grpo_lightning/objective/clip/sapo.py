@@ -30,5 +30,5 @@ class SAPO:
 
     def __call__(self, ratio: Tensor, advantages: Tensor, logp: Tensor) -> Tensor:
         """All [N, T] float -> surrogate [N, T]."""
-        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages

@@ -16,7 +16,7 @@ ESTIMATORS = {estimator.name: estimator for estimator in (K1, Abs, K2, K3, K3Plu
 
 @dataclass
 class AdaptiveKL:
-    """beta * (kl=estimator); after a rollout beta *= 1 + clip(measured / target - 1, -0.2, 0.2) * completions / horizon.
+    """beta * estimator; after a rollout beta *= 1 + clip(measured / target - 1, -0.2, 0.2) * completions / horizon.
 
     measured is the mean of the estimate over the tokens that the rollout was trained on, completions their number of
     rows. A rollout in which nothing was measured leaves beta as it is.

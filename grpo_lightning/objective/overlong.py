@@ -1,6 +1,7 @@
 """overlong: what happens to long and to truncated completions."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ class NoPunishment:
     Source of the filter: DAPO (arXiv 2503.14476), section 3.4, overlong filtering.
     """
 
+    punishes: ClassVar[bool] = False
     drop_truncated: bool = False
 
     def __post_init__(self) -> None:
@@ -37,6 +39,7 @@ class SoftPunishment:
     drop_truncated: truncated rows leave the loss as well.
     """
 
+    name: ClassVar[str] = "soft"
     max_length: float | None = None
     cache: float | None = None
     drop_truncated: bool = False

@@ -75,32 +75,61 @@ def weights(name, lengths, ids, constant=None):
                 "token": sum(lengths),
                 "prompt": prompts * per_group[g],
                 "sequence_sum": rows,
+                "luspo": rows,
+                "dcpo": n,
             }
             result.append(1 / divisors[name])
     return result
 
 
-def surrogate(name, ratio, a, logp, values):
+def surrogate(name, ratio, a, logp, old, values):
     def ppo(rho, low, high):
-        return -min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
+        return -min(rho * a, min(max(rho, low), high) * a)
 
     if name == "none":
         return -a * logp
     if name == "unclipped":
         return -ratio * a
     if name == "symmetric":
-        return ppo(ratio, values["epsilon"], values["epsilon"])
+        return ppo(ratio, 1 - values["epsilon"], 1 + values["epsilon"])
+    if name == "sapo":
+        tau = values["tau_pos"] if a > 0 else values["tau_neg"]
+        return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+    if name == "abc":
+        down, up = (values["epsilon_2"], values["epsilon_1"]) if a > 0 else (values["epsilon_4"], values["epsilon_3"])
+        return -min(max(ratio, 1 - down), 1 + up) * a
     low, high = values["epsilon_low"], values["epsilon_high"]
+    if name == "cispo":
+        return -min(max(ratio, 1 - low), 1 + high) * a * logp
+    if name == "dcpo":
+        q = math.exp(old)
+        bottom = 0.5 + 0.5 * math.sqrt(max(1 - 4 * low / q, 0))
+        top = min(0.5 + 0.5 * math.sqrt(1 + 4 * high / q), max(values["c"], 10))
+        return ppo(ratio, bottom, top) if a >= 0 else min(ppo(ratio, bottom, top), -values["c"] * a)
     if name == "dual" and a < 0:
-        return min(ppo(ratio, low, high), -values["c"] * a)
+        return min(ppo(ratio, 1 - low, 1 + high), -values["c"] * a)
     if name == "two_sided":
         return -min(min(ratio, values["delta"]) * a, min(max(ratio, 1 - low), 1 + high) * a)
-    return ppo(ratio, low, high)
+    return ppo(ratio, 1 - low, 1 + high)
 
 
-def kl(name, logp, ref):
+def gmpo(ratios, a, values):
+    """One surrogate for a row of ratios: the root of the product of each ratio or its bound, whichever is worse."""
+    product = 1.0
+    for rho in ratios:
+        inside = min(max(rho, math.exp(-values["epsilon_low"])), math.exp(values["epsilon_high"]))
+        product *= min(rho, inside) if a > 0 else max(rho, inside)
+    return -a * product ** (1 / len(ratios))
+
+
+def kl(name, logp, ref, old):
     d = ref - logp
-    return {"none": 0.0, "k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[name]
+    k3 = math.exp(d) - d - 1
+    values = {
+        "none": 0.0, "k1": -d, "k2": d * d / 2, "k3": k3, "abs": abs(d), "k3_plus": k3, "adaptive": k3,
+        "k3_corrected": math.exp(logp - old) * k3, "k1_reward": 0.0,
+    }  # fmt: skip
+    return values[name]
 
 
 def loss(rows, w, *, clip, values, ratio, kl_name, beta):
@@ -108,8 +137,12 @@ def loss(rows, w, *, clip, values, ratio, kl_name, beta):
     total = 0.0
     for row, weight in zip(rows, w, strict=True):
         log_ratios = [logp - old for logp, old, _, _ in row]
-        mean = sum(log_ratios) / max(len(row), 1)
-        for (logp, _, a, ref), x in zip(row, log_ratios, strict=True):
-            rho = math.exp(max(-20.0, min(20.0, mean if ratio == "sequence" else x)))
-            total += weight * (surrogate(clip, rho, a, logp, values) + beta * kl(kl_name, logp, ref))
+        if row and ratio in ("sequence", "sequence_token"):
+            log_ratios = [sum(log_ratios) / len(row)] * len(row)
+        if row and ratio == "sequence_arithmetic":
+            log_ratios = [math.log(sum(math.exp(x) for x in log_ratios) / len(row))] * len(row)
+        ratios = [math.exp(max(-20.0, min(20.0, x))) for x in log_ratios]
+        for (logp, old, a, ref), rho in zip(row, ratios, strict=True):
+            here = gmpo(ratios, a, values) if clip == "gmpo" else surrogate(clip, rho, a, logp, old, values)
+            total += weight * (here + beta * kl(kl_name, logp, ref, old))
     return total

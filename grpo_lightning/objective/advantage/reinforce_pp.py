@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from grpo_lightning.objective.advantage.tokens import gae, token_rewards, whiten
 from grpo_lightning.objective.checks import check_bool, check_number
-from grpo_lightning.objective.groups import exact_dtype, group_moments
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class ReinforcePP:
 
     mean and std are over every completion token of the rollout whose row has a reward; all returns equal: A = 0.
     s - t counts completion tokens, so padding does not discount. `kl` is there only with kl.in_reward=true.
+
     Source: REINFORCE++ (arXiv 2501.03262), section 3.
 
     gamma: discount per token, in (0, 1].
@@ -40,15 +41,5 @@ class ReinforcePP:
 
     def __call__(self, rewards: Tensor, group_ids: Tensor, mask: Tensor, *, kl_penalty: Tensor | None = None) -> Tensor:
         """rewards [N] float (NaN: none), mask [N, T] bool, kl_penalty [N, T] = beta kl -> A [N, T], 0 off the mask."""
-        counted = mask & ~torch.isnan(rewards)[:, None]
-        returns = torch.zeros(mask.shape, dtype=exact_dtype(mask.device), device=mask.device)
-        # Walking backwards, the first completion token met is the last one: there `ahead` is still the reward.
-        ahead = rewards.to(returns.dtype)
-        for t in reversed(range(mask.shape[1])):
-            here = ahead if kl_penalty is None else ahead - kl_penalty[:, t]
-            returns[:, t] = here
-            ahead = torch.where(mask[:, t], self.gamma * here, ahead)
-        values = returns[counted]
-        tokens = group_moments(values, torch.zeros_like(values, dtype=torch.long), unbiased=self.unbiased)
-        whitened = ((values - tokens.mean) / (tokens.std + self.eps)).where(tokens.varied, 0)
-        return torch.zeros_like(returns).masked_scatter(counted, whitened)
+        returns = gae(token_rewards(rewards, mask, kl_penalty), None, mask, self.gamma, 1.0)
+        return whiten(returns, mask & ~torch.isnan(rewards)[:, None], unbiased=self.unbiased, eps=self.eps)

@@ -22,7 +22,10 @@ class Unclipped:
 
 @dataclass(frozen=True)
 class NoClip:
-    """-A logp: no ratio at all. Source: Williams (1992), REINFORCE."""
+    """-A logp: no ratio at all.
+
+    Source: Williams (1992), REINFORCE.
+    """
 
     name: ClassVar[str] = "none"
 

@@ -1,7 +1,4 @@
-"""kl: an estimate per token of the divergence from the reference policy, d = ref_logp - logp.
-
-The objective adds beta * kl to the loss, or with in_reward takes it off the rewards before the advantages.
-"""
+"""kl=none, k1, abs, k2, k3: estimates that depend on d = ref_logp - logp alone."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +13,10 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class NoKL:
-    """No KL term; the reference policy is not even loaded. Source: DAPO (arXiv 2503.14476), section 2.3."""
+    """0: no KL term; the reference policy is not even loaded.
+
+    Source: DAPO (arXiv 2503.14476), section 2.3.
+    """
 
     name: ClassVar[str] = "none"
     needs_reference: ClassVar[bool] = False
@@ -29,7 +29,7 @@ class NoKL:
 
 @dataclass(frozen=True)
 class Penalty:
-    """What k1, k2 and k3 share. beta: coefficient in [0, inf); in_reward: in the reward instead of in the loss."""
+    """What the estimates share. beta: coefficient in [0, inf); in_reward: in the reward instead of in the loss."""
 
     needs_reference: ClassVar[bool] = True
     beta: float
@@ -42,7 +42,9 @@ class Penalty:
 
 @dataclass(frozen=True)
 class K1(Penalty):
-    """-d. In the loss its expected gradient is zero: it belongs in the reward.
+    """beta * (-d), d = ref_logp - logp.
+
+    In the loss its expected gradient is zero: it belongs in the reward.
 
     Source: Schulman, Approximating KL Divergence (2020), k1.
     """
@@ -54,8 +56,26 @@ class K1(Penalty):
 
 
 @dataclass(frozen=True)
+class Abs(Penalty):
+    """beta * |d|, d = ref_logp - logp.
+
+    Source: the penalty `abs` of verl.
+    """
+
+    name: ClassVar[str] = "abs"
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        return (ref_logp - logp).abs()
+
+
+@dataclass(frozen=True)
 class K2(Penalty):
-    """d^2 / 2. On-policy its gradient is that of KL(policy || reference). Source: Schulman (2020), k2."""
+    """beta * d^2 / 2, d = ref_logp - logp.
+
+    On-policy its gradient is that of KL(policy || reference).
+
+    Source: Schulman, Approximating KL Divergence (2020), k2.
+    """
 
     name: ClassVar[str] = "k2"
 
@@ -65,7 +85,9 @@ class K2(Penalty):
 
 @dataclass(frozen=True)
 class K3(Penalty):
-    """exp(d) - d - 1 >= 0, with d clamped to +-20 (gradient 0 outside).
+    """beta * (exp(d) - d - 1), d = ref_logp - logp clamped to +-20 (gradient 0 outside).
+
+    The value estimates KL(policy || reference); the gradient is that of KL(reference || policy).
 
     Source: DeepSeekMath (arXiv 2402.03300), eq. 4; Schulman (2020), k3.
     """

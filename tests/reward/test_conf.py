@@ -20,9 +20,15 @@ def test_every_option_builds(name):
     component = instantiate(conf[name], _convert_="all")
     rewards = RewardSet({name: component})
     assert component.weight == conf[name].weight == 1.0
-    assert rewards.has_correctness == (name in ("exact", "math", "reasoning_gym"))
+    assert rewards.has_correctness == (name in ("exact", "math", "noisy", "reasoning_gym"))
 
 
-def test_the_placebo_follows_the_seed_of_the_run():
-    conf = OmegaConf.merge(OmegaConf.load(FOLDER / "random.yaml"), {"seed": 7})
-    assert conf.random.seed == 7
+@pytest.mark.parametrize("name", ["random", "noisy"])
+def test_chance_follows_the_seed_of_the_run(name):
+    conf = OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), {"seed": 7})
+    assert conf[name].seed == 7
+
+
+def test_lengths_follow_the_longest_completion():
+    conf = OmegaConf.merge(OmegaConf.load(FOLDER / "length.yaml"), {"rollout": {"max_new_tokens": 48}})
+    assert conf.length.max_length == 48

@@ -18,10 +18,17 @@ class Steps:
 
     delimiter: a regular expression; a dot matches line ends too. The delimiter belongs to the step before it.
     split: instead of it the dotted path of a function `split(completion) -> list[int]`: the position behind each step.
-    option: the name of what has these two, for error messages.
+    option: the name of what has these two, for error messages. default: the delimiter where neither is given.
     """
 
-    def __init__(self, delimiter: str | None, split: str | Callable[[str], list[int]] | None, option: str):
+    def __init__(
+        self,
+        delimiter: str | None,
+        split: str | Callable[[str], list[int]] | None,
+        option: str,
+        default: str | None = None,
+    ):
+        delimiter = default if delimiter is None and split is None else delimiter
         if (delimiter is None) == (split is None):
             raise UsageError(f"{option}: one of delimiter (a regular expression) and split (a function) is needed")
         self._function = locate_function(split, f"{option}.split") if isinstance(split, str) else split
@@ -65,10 +72,10 @@ class Process:
         self.check: Callable[..., list[float | None]]
         if check == "arithmetic":
             self.check = arithmetic
-            delimiter = ARITHMETIC_DELIMITER if delimiter is None and split is None else delimiter
         else:
             self.check = locate_function(check, "reward.process.check") if isinstance(check, str) else check
-        self.cut = Steps(delimiter, split, "reward.process")
+        default = ARITHMETIC_DELIMITER if check == "arithmetic" else None
+        self.cut = Steps(delimiter, split, "reward.process", default)
         self.name = str(getattr(self.check, "__name__", check))
         self.weight = weight
         self.correctness = correctness

@@ -106,12 +106,7 @@ class RewardSet:
         if not components:
             raise UsageError("reward: at least one component is needed, for example reward=exact")
         for name, component in components.items():
-            if not callable(component) or not hasattr(component, "weight") or not hasattr(component, "correctness"):
-                raise UsageError(
-                    f"reward.{name}: {type(component).__name__} is not a reward component "
-                    "(it needs `weight`, `correctness` and `__call__`); for a plain function use reward=function"
-                )
-            check_weight(name, component.weight)
+            check_component(name, component)
         self.components = dict(components)
         judges = [name for name, component in components.items() if hasattr(component, "steps")]
         if len(judges) > 1:
@@ -181,6 +176,32 @@ class RewardSet:
             close = getattr(component, "close", None)
             if close is not None:
                 close()
+
+
+def check_component(name: str, component: Any) -> None:
+    if not callable(component) or not hasattr(component, "weight") or not hasattr(component, "correctness"):
+        raise UsageError(
+            f"reward.{name}: {type(component).__name__} is not a reward component "
+            "(it needs `weight`, `correctness` and `__call__`); for a plain function use reward=function"
+        )
+    check_weight(name, component.weight)
+
+
+def check_wrapped(name: str, component: Any) -> None:
+    """Like `check_component`, for a component whose scores another one takes, so that its own weight has no effect."""
+    check_component(name, component)
+    if component.weight != 1:
+        raise UsageError(f"reward.{name}.weight has no effect: set reward.{name.split('.')[0]}.weight")
+
+
+def wrapped_values(name: str, component: Component, batch: RewardBatch) -> list[Any]:
+    """The scores of a component that another one wraps; an exception for a row with a fault, to be passed on."""
+    values = _as_list(name, component(batch), len(batch))
+    cleaned = [(value, *_clean(value)) for value in values]
+    return [
+        score if problem is None else value if isinstance(value, Exception) else ValueError(problem)
+        for value, score, problem in cleaned
+    ]
 
 
 def check_weight(name: str, weight: object) -> None:

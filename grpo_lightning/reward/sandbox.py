@@ -167,8 +167,7 @@ class Child:
     def wait(self, seconds: float) -> int | None:
         """The exit code, None if it takes longer. Raises RunError if the job could not be isolated and was not run."""
         if self._report is None:
-            ready, _, _ = select.select([self._control], [], [], max(0.0, seconds))
-            if not ready:
+            if not _readable(self._control.fileno(), seconds):
                 return None
             data = b""
             with contextlib.suppress(ConnectionError):
@@ -191,10 +190,15 @@ def read_until(descriptor: int, limit: int, deadline: float) -> bytes | None:
     """All that comes until the end of the file; None if that is more than `limit` bytes or after the deadline."""
     data = bytearray()
     while True:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        part = os.read(descriptor, 65536) if ready else None
+        part = os.read(descriptor, 65536) if _readable(descriptor, deadline - time.monotonic()) else None
         if part == b"":
             return bytes(data)
         if part is None or len(data) + len(part) > limit:
             return None
         data += part
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    waiting = select.poll()  # select takes no descriptors above 1023, which a trainer may have
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(max(0.0, seconds) * 1000))

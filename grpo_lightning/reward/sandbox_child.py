@@ -95,6 +95,7 @@ def supervise(order: dict[str, Any], descriptors: list[int]) -> tuple[str, list[
         ready, ready_end = os.pipe()
         init = os.fork()
         if init == 0:
+            control.detach()  # what this number stands for changes, and the object would close it
             return order["kind"], start(order, [*descriptors[1:], ready_end], become, folder)
         for descriptor in (*descriptors[1:], ready_end):
             os.close(descriptor)

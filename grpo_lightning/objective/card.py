@@ -48,14 +48,13 @@ def term(option: Any) -> Term:
 
 
 def formula(objective: Objective) -> str:
-    """The loss with the terms that are there, and with the coefficient of the KL."""
+    """The loss with the terms that are there."""
     surrogate = "l" if isinstance(objective.correction, NoCorrection) else "c l"
     if not isinstance(objective.entropy, NoEntropy):
         surrogate = f"h({surrogate})"
-    kl = trait(objective.kl, "beta")
     if not objective.needs_reference or objective.kl_in_reward:
         return f"loss = sum_{{i,t}} w_{{i,t}} {surrogate}_{{i,t}}"
-    return f"loss = sum_{{i,t}} w_{{i,t}} ( {surrogate}_{{i,t}} + {kl:g} kl_{{i,t}} )"
+    return f"loss = sum_{{i,t}} w_{{i,t}} ( {surrogate}_{{i,t}} + kl_{{i,t}} )"
 
 
 def terms(objective: Objective, choices: Mapping[str, str] | None = None) -> list[tuple[str, str, Term]]:
@@ -75,6 +74,6 @@ def terms(objective: Objective, choices: Mapping[str, str] | None = None) -> lis
         if trait(option, "drop_truncated"):
             what = what._replace(formula=f"{what.formula} Truncated rows leave the loss.".strip())
         if trait(option, "in_reward"):
-            what = what._replace(formula=f"{what.formula} r_i -= {option.beta:g} sum_t kl_{{i,t}}.")
+            what = what._replace(formula=f"{what.formula} r_i -= sum_t kl_{{i,t}}.")
         rows.append((symbol, name, what))
     return rows

@@ -208,10 +208,9 @@ class Objective:
     def returns(
         self,
         rewards: Tensor,
-        group_ids: Tensor,
         mask: Tensor,
-        *,
         values: Tensor,
+        *,
         kl_penalty: Tensor | None = None,
     ) -> Tensor:
         """What a critic should have said [N, T], 0 off the mask and in rows without a reward; as in `advantages`."""
@@ -219,9 +218,11 @@ class Objective:
         if not hasattr(self.advantage, "returns"):
             raise ValueError(f"{option} takes no values of a critic: use advantage=gae, or critic=none")
         dtype = _working_dtype(rewards)
-        given = {"values": values, "kl_penalty": kl_penalty}
-        cleaned = {name: _clean(name, v.detach(), mask, dtype) for name, v in given.items() if v is not None}
-        result = call(option, self.advantage.returns, rewards.detach().to(dtype), group_ids, mask, **cleaned)
+        values = _clean("values", values.detach(), mask, dtype)
+        if kl_penalty is not None:
+            kl_penalty = _clean("kl_penalty", kl_penalty.detach(), mask, dtype)
+        rewards = rewards.detach().to(dtype)
+        result = call(option, self.advantage.returns, rewards, mask, values, kl_penalty=kl_penalty)
         return result.to(dtype).where(mask & ~torch.isnan(rewards)[:, None], 0)
 
     def weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:

@@ -187,7 +187,9 @@ def program(text: str, name: str | None = None) -> str:
 
 
 def defines(code: str, name: str) -> bool:
-    return re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", code, re.M) is not None
+    return (
+        re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", code, re.M) is not None
+    )
 
 
 def read_cases(value: Any) -> list[tuple[str, str]] | None:
@@ -200,7 +202,9 @@ def read_cases(value: Any) -> list[tuple[str, str]] | None:
     if hasattr(value, "tolist"):  # a list in a Parquet file
         value = value.tolist()
     if isinstance(value, Mapping):
-        columns = [next((value[key] for key in (f"{name}s", name) if key in value), None) for name in ("input", "output")]
+        columns = [
+            next((value[key] for key in (f"{name}s", name) if key in value), None) for name in ("input", "output")
+        ]
         columns = [column.tolist() if hasattr(column, "tolist") else column for column in columns]
         if not all(isinstance(column, list | tuple) for column in columns) or len(columns[0]) != len(columns[1]):
             raise RunError("the test cases must have as many inputs as outputs, in two lists")

@@ -104,7 +104,9 @@ class Sandbox:
             child.kill()
         return None
 
-    def _start(self, kind: str, job: dict[str, Any], features: tuple[str, ...], descriptors: tuple[int, ...]) -> "Child":
+    def _start(
+        self, kind: str, job: dict[str, Any], features: tuple[str, ...], descriptors: tuple[int, ...]
+    ) -> "Child":
         order = {"kind": kind, "features": features, **vars(self.limits)}
         ours, theirs = socket.socketpair()
         paper = os.memfd_create("job")

@@ -11,6 +11,8 @@ An order is JSON: kind, features, memory, processes, files, seconds, and the num
 runner. The descriptors are the supervisor's connection to the trainer, the job, and what the runner uses.
 """
 
+# what most answers import, so that it is loaded once
+import bisect  # noqa: F401  # fmt: skip
 import builtins
 import contextlib
 import ctypes
@@ -18,6 +20,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -28,9 +31,6 @@ import sys
 import tempfile
 import types
 from typing import Any
-
-# what most answers import, so that it is loaded once
-import bisect, collections, copy, dataclasses, datetime, functools, hashlib, heapq, itertools, math, operator, random, re, statistics, string, threading, typing  # noqa: E401, E501, F401, I001  # fmt: skip
 
 USER = 60600  # the first of the users that runners become; not in /etc/passwd
 USERS = 500

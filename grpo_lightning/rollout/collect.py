@@ -326,7 +326,7 @@ class Collector:
         values = None
         if self.has_critic:
             values = pad_completions([_present(row.values) for row in rows], width)
-            returns = self.objective.returns(rewards, group_ids, mask, kl_penalty=kl_penalty, values=values)
+            returns = self.objective.returns(rewards, mask, values, kl_penalty=kl_penalty)
             for row, value in zip(rows, returns, strict=True):
                 row.returns = value[: row.length].float()
         advantages = self.objective.advantages(

@@ -23,7 +23,7 @@ class GRPOS:
 
     beta1, beta2: in [0, inf). With beta1 + beta2 = 1 and rewards of 1 the shaped rewards add up to the unshaped ones.
     unbiased: divide the squared deviations by n - 1 (true) or n (false).
-    eps: added to std; in [0, inf).
+    eps: added to std; in (0, inf), because equal shares may differ by rounding.
     """
 
     name: ClassVar[str] = "grpo_s"
@@ -38,7 +38,7 @@ class GRPOS:
         check_number("advantage.beta1", self.beta1, "[0, inf)")
         check_number("advantage.beta2", self.beta2, "[0, inf)")
         check_bool("advantage.unbiased", self.unbiased)
-        check_number("advantage.eps", self.eps, "[0, inf)")
+        check_number("advantage.eps", self.eps, "(0, inf)")
 
     def shaped(self, rewards: Tensor, group_ids: Tensor, mask: Tensor, correct: Tensor, entropy: Tensor) -> Tensor:
         """The shaped rewards s [N]; NaN where there is no reward."""
@@ -49,7 +49,7 @@ class GRPOS:
         index, sets = group_index(2 * group_index(group_ids)[0] + right)
         size = group_sum(there.to(h.dtype), index, sets)
         total = group_sum(share, index, sets)
-        share = share * (size / total.where(total > 0, 1))[index]
+        share = share * size[index] / total.where(total > 0, 1)[index]
         shaped = torch.where(right, self.beta1 * rewards + self.beta2 * share, -self.beta1 - self.beta2 * share)
         return shaped.where(there, torch.nan)
 

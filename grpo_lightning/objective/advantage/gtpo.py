@@ -27,7 +27,7 @@ class GTPO:
     alpha1, alpha2: in [0, inf). With alpha1 + alpha2 = 1 and rewards of 1 the shaped rewards at each position add up to
     the unshaped ones.
     unbiased: divide the squared deviations by n - 1 (true) or n (false).
-    eps: added to std; in [0, inf).
+    eps: added to std; in (0, inf), because equal shares may differ by rounding.
     """
 
     name: ClassVar[str] = "gtpo"
@@ -43,7 +43,7 @@ class GTPO:
         check_number("advantage.alpha1", self.alpha1, "[0, inf)")
         check_number("advantage.alpha2", self.alpha2, "[0, inf)")
         check_bool("advantage.unbiased", self.unbiased)
-        check_number("advantage.eps", self.eps, "[0, inf)")
+        check_number("advantage.eps", self.eps, "(0, inf)")
 
     def shaped(self, rewards: Tensor, group_ids: Tensor, mask: Tensor, correct: Tensor, entropy: Tensor) -> Tensor:
         """The shaped rewards s [N, T] of the tokens under the mask in rows with a reward; 0 elsewhere."""
@@ -55,7 +55,8 @@ class GTPO:
         right = correct.bool()[:, None].expand(mask.shape)[counted]
         h = entropy.to(exact_dtype(mask.device))[counted].clamp(min=MIN_ENTROPY)
         share = torch.where(right, h, 1 / h)
-        share = share * (group_sum(torch.ones_like(h), index, count) / group_sum(share, index, count))[index]
+        # In this order a completion alone in its set has exactly 1.
+        share = share * group_sum(torch.ones_like(h), index, count)[index] / group_sum(share, index, count)[index]
         outcome = rewards[:, None].expand(mask.shape)[counted].to(h.dtype)
         shaped = torch.where(right, self.alpha1 * outcome + self.alpha2 * share, -self.alpha1 - self.alpha2 * share)
         return torch.zeros(mask.shape, dtype=h.dtype, device=mask.device).masked_scatter(counted, shaped)

@@ -126,6 +126,8 @@ def build(
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     engine = build_engine(cfg, folder)
     critic = None
+    if objective.takes("values") and not cfg.critic and cfg.advantage.get("lam", 1) < 1:
+        log.warning("advantage=gae without a critic: advantage.lam=%g discounts the reward", cfg.advantage.lam)
     if cfg.critic:
         extra_arguments = {
             "policy": policy,

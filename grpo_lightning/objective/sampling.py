@@ -49,7 +49,7 @@ class SampleDynamic:
 
 
 class SampleFrontier:
-    """P(prompt) = floor / n + (1 - floor) w / sum w,  w = 4 p (1 - p),  p its running pass rate (unseen: 1/2).
+    """P(prompt) = floor / n + (1 - floor) w / sum w,  w = 4 p (1 - p),  p its share of passes so far (unseen: 1/2).
 
     n training prompts; no prompt twice in one draw. After a visit p = rate p + (1 - rate) (share of the group that is
     correct); the first visit sets it. Every group is kept.

@@ -40,6 +40,7 @@ from grpo_lightning.lora import has_adapters
 from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import Objective
+from grpo_lightning.objective.pairs import named, trait
 from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.auto import auto_choice
 from grpo_lightning.rollout.buffer import RolloutBuffer
@@ -82,11 +83,16 @@ class Run:
 
 
 def build(
-    cfg: DictConfig, objective: Objective, folder: RunFolder, overrides: list[str], stop: StopRequest | None = None
+    cfg: DictConfig,
+    objective: Objective,
+    folder: RunFolder,
+    overrides: list[str],
+    stop: StopRequest | None = None,
+    card: str = "",
 ) -> Run:
     """Build the run that `cfg` (composed from `overrides`) describes: cheap checks of the input first, the model last.
 
-    It ends early where `stop` is asked to.
+    It ends early where `stop` is asked to. The algorithm card is printed, and written down.
 
     Raises:
         UsageError: something in the options or the input files is wrong.
@@ -100,6 +106,7 @@ def build(
     if not val_items:
         raise UsageError(f"eval.prompts={cfg.eval.prompts}: the data has no held-out prompts")
     rewards, eval_rewards = _rewards(cfg, has_answers=any(item.answer is not None for item in val_items))
+    _check_rewards(objective, rewards)
     tokenizer = load_tokenizer(cfg.model.path)
     prompts, skipped = tokenize(train_items, tokenizer, **options)
     val_prompts, val_skipped = tokenize(val_items, tokenizer, **options)
@@ -118,6 +125,16 @@ def build(
     if objective.needs_reference and not has_adapters(policy):
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     engine = build_engine(cfg, folder)
+    critic = None
+    if objective.takes("values") and not cfg.critic and cfg.advantage.get("lam", 1) < 1:
+        log.warning("advantage=gae without a critic: advantage.lam=%g discounts the reward", cfg.advantage.lam)
+    if cfg.critic:
+        extra_arguments = {
+            "policy": policy,
+            "path": cfg.model.path,
+            "attn_implementation": cfg.model.attn_implementation,
+        }
+        critic = instantiate({**_plain(cfg.critic), "_partial_": True}, "critic")(**extra_arguments)
     buffer = RolloutBuffer(cfg["update"].epochs, cfg["update"].minibatches, cfg.seed)
     module = GRPOModule(
         policy,
@@ -130,6 +147,9 @@ def build(
         max_grad_norm=cfg.optimizer.max_grad_norm,
         warmup_rollouts=cfg.optimizer.warmup_rollouts,
         old_logp=cfg["update"].old_logp,
+        critic=critic,
+        reference_every=cfg.reference.every,
+        reference_mix=cfg.reference.mix,
     )
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     params = SamplingParams(cfg.rollout.max_new_tokens, cfg.rollout.temperature, eos_token_ids(policy, tokenizer))
@@ -143,10 +163,11 @@ def build(
         group_size=cfg.rollout.group_size,
         seed=cfg.seed,
         needs_old_logp=len(buffer) > 1,
-        score_logps=module.score_logps,
+        score=module.score,
         decode=decode,
         clock=module.clock,
         old_logp=cfg["update"].old_logp,
+        has_critic=critic is not None,
         kept_weights=module.kept_weights,
     )
     run_evaluation = partial(
@@ -155,14 +176,18 @@ def build(
     rollouts = RolloutCallback(collector, folder, ahead=cfg.rollout.ahead == 1)
     evaluation = EvaluationCallback(engine, run_evaluation, every=cfg.eval.every, folder=folder)
     val_names = ["accuracy", "greedy", "reward", "length_mean", "truncated_fraction", f"pass@{cfg.eval.samples}"]
-    recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides))
+    recorder = Recorder(folder, [f"val/{name}" for name in val_names], partial(folder.begin, cfg, overrides, card=card))
     extra = [instantiate(options, f"callbacks.{name}") for name, options in cfg.callbacks.items()]
     stop = stop or StopRequest()
     checkpoint = Checkpoint(
         folder, stop, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep, best=cfg.checkpoint.best
     )
     check = SamplerCheck(cfg.trainer.precision)
-    trainer = _trainer(cfg, folder, [stop, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint])
+    trainer = _trainer(
+        cfg, folder, card, [stop, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint]
+    )
+    if card:
+        log.info("%s", card)
     log.info(_headline(cfg, policy, engine, trainer, len(prompts), len(val_prompts), eval_rewards))
     # The loader yields minibatch numbers; the rows are in the buffer, which the rollout callback fills.
     # Its own generator: a loader draws a number whenever it is begun, which a resumed run does another number of times.
@@ -201,7 +226,7 @@ def instantiate(options: Any, where: str) -> Any:
         raise UsageError(f"{where}: {message}") from error
 
 
-def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) -> L.Trainer:
+def _trainer(cfg: DictConfig, folder: RunFolder, card: str, callbacks: list[L.Callback]) -> L.Trainer:
     options = {
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
@@ -216,7 +241,7 @@ def _trainer(cfg: DictConfig, folder: RunFolder, callbacks: list[L.Callback]) ->
     }
     del options["activation_checkpointing"]
     try:
-        return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder))
+        return L.Trainer(**options, callbacks=callbacks, logger=build_loggers(cfg, folder, card))
     except (TypeError, ValueError, MisconfigurationException) as error:
         hint = "" if torch.cuda.is_available() else " (there is no CUDA GPU here: trainer=cpu)"
         raise UsageError(f"trainer: {' '.join(str(error).split())}{hint}") from error
@@ -245,7 +270,7 @@ def build_engine(cfg: DictConfig, folder: RunFolder) -> Engine:
     return instantiate(options, "rollout.engine")
 
 
-def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
+def build_loggers(cfg: DictConfig, folder: RunFolder, card: str = "") -> list[Logger]:
     """The loggers of `logger`, with wandb offline unless the user is logged in."""
     loggers = []
     for name, options in cfg.logger.items():
@@ -256,7 +281,7 @@ def build_loggers(cfg: DictConfig, folder: RunFolder) -> list[Logger]:
             options["mode"] = wandb_mode(options.get("mode", "auto"))
             options.setdefault("id", folder.wandb_id())  # a resumed run goes on in the same run there
         logger = instantiate(options, f"logger.{name}")
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        logger.log_hyperparams({**_plain(cfg), "algorithm_card": card})
         loggers.append(logger)
     return loggers
 
@@ -289,6 +314,22 @@ def _rewards(cfg: DictConfig, has_answers: bool) -> tuple[RewardSet, RewardSet]:
     return rewards, eval_rewards
 
 
+def _check_rewards(objective: Objective, rewards: RewardSet) -> None:
+    """Refuse an objective that is made of what no component of `reward` gives."""
+    chosen = f"reward=[{','.join(rewards.components)}]"
+    sampling, advantage = (named(group, getattr(objective, group)) for group in ("sampling", "advantage"))
+    for option, needed in (
+        (advantage, objective.needs("correct")),
+        (sampling, trait(objective.sampling, "needs_verdicts")),
+    ):
+        if needed and not rewards.has_correctness:
+            raise UsageError(
+                f"{option} needs to know right from wrong, which no component of {chosen} tells: add exact"
+            )
+    if objective.needs("step_rewards") and not rewards.judges_steps:
+        raise UsageError(f"{advantage} needs rewards of steps, which nothing in {chosen} gives: add process")
+
+
 def _optimizer(options: DictConfig) -> Any:
     plain = {k: v for k, v in _plain(options).items() if k not in ("warmup_rollouts", "max_grad_norm")}
     try:
@@ -300,7 +341,7 @@ def _optimizer(options: DictConfig) -> Any:
             log.info("optimizer._target_=%s takes no %s: left out", plain["_target_"], name)
     factory = instantiate({**plain, "_partial_": True}, "optimizer")
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return factory(list(parameters))
 
     try:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import launch
+from grpo_lightning.critic import check_options
 from grpo_lightning.errors import UsageError
 from grpo_lightning.lora import check_lora
 from grpo_lightning.objective import Objective
@@ -79,6 +80,12 @@ class CheckpointOptions:
 
 
 @dataclass
+class ReferenceOptions:
+    every: int | None
+    mix: float
+
+
+@dataclass
 class LoraOptions:
     r: int | None
     alpha: float | None
@@ -99,6 +106,7 @@ PLAIN_BLOCKS = {
     "update": UpdateOptions,
     "eval": EvalOptions,
     "checkpoint": CheckpointOptions,
+    "reference": ReferenceOptions,
     "model": ModelOptions,
 }
 TYPED = "GRPO_LIGHTNING_OVERRIDES"
@@ -227,7 +235,39 @@ def check(cfg: DictConfig) -> Objective:
         raise UsageError(_first_line(error.__cause__ or error)) from error
     except (ValueError, TypeError) as error:
         raise UsageError(_first_line(error)) from error
+    _check_reference(cfg, objective)
+    _check_critic(cfg, objective)
     return objective
+
+
+def _check_reference(cfg: DictConfig, objective: Objective) -> None:
+    every, mix = cfg.reference.every, cfg.reference.mix
+    if not 0 < mix <= 1:
+        raise UsageError(f"reference.mix must be in (0, 1] (1: a copy of the policy), got {mix}")
+    if every is None:
+        return
+    if every < 1:
+        raise UsageError(f"reference.every must be a whole number of optimiser steps from 1, or null, got {every}")
+    if not objective.needs_reference:
+        raise UsageError("reference.every moves the reference policy, but kl=none has none: choose kl=k3, for example")
+    if cfg.model.lora.r is not None:
+        raise UsageError("reference.every: with model.lora the reference policy is the model without its adapters")
+    if cfg.trainer.strategy == "fsdp":
+        raise UsageError("reference.every does not go with trainer=fsdp: use trainer=ddp, or reference.every=null")
+
+
+def _check_critic(cfg: DictConfig, objective: Objective) -> None:
+    if not cfg.critic:
+        return
+    if not objective.takes("values"):
+        raise UsageError("critic: this advantage takes no values of a critic: advantage=gae, or critic=none")
+    if cfg.trainer.strategy == "fsdp":
+        raise UsageError("critic does not go with trainer=fsdp: use trainer=ddp, or critic=none")
+    if str(cfg.critic.get("_target_")).startswith("grpo_lightning."):
+        try:
+            check_options(**{name: cfg.critic[name] for name in ("coef", "lr", "epsilon")})
+        except ValueError as error:
+            raise UsageError(_first_line(error)) from error
 
 
 def _check_processes(cfg: DictConfig) -> None:

@@ -13,12 +13,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grpo_lightning.clock import PhaseClock
+from grpo_lightning.critic import Critic
 from grpo_lightning.distributed import gather, local, rank, shard, unshare, whole, world_size
 from grpo_lightning.errors import RunError
 from grpo_lightning.lora import has_adapters, is_adapter_weight, without_adapters
 from grpo_lightning.model import token_logps
 from grpo_lightning.objective import Objective
-from grpo_lightning.rollout.buffer import RolloutBuffer, Row, collate, cut_for, loss_masks, shares
+from grpo_lightning.rollout.buffer import (
+    Batch,
+    RolloutBuffer,
+    Row,
+    Scores,
+    collate,
+    cut_for,
+    loss_masks,
+    pad_completions,
+    shares,
+)
 from grpo_lightning.sums import Sums
 
 
@@ -32,12 +43,15 @@ class GRPOModule(L.LightningModule):
         policy: a causal language model in float32. reference: the frozen reference policy, or None at kl=none. It is
             held outside the module tree, so that it is in no checkpoint and gets no gradient. None where the policy has
             adapters: its reference is the policy itself with the adapters switched off.
-        optimizer: parameters -> torch optimiser, at the full learning rate.
+        optimizer: parameter groups -> torch optimiser, at the full learning rate.
         temperature: of the sampling; logits are divided by it.
         micro_batch_tokens: the most padded tokens in one forward and backward pass.
         max_grad_norm: clip the gradient's 2-norm to it; None or inf leaves it.
         warmup_rollouts: the learning rate rises linearly over this many rollouts.
         old_logp: "trainer", or "sampler" where the rows bring the engine's log-probabilities as old_logp.
+        critic: gives the values that the advantages are made of, and is trained beside the policy.
+        reference_every: the reference policy follows the policy at the first rollout end after every so many optimiser
+            steps: reference = reference_mix * policy + (1 - reference_mix) * reference. None: it stays as it is.
     """
 
     def __init__(
@@ -45,7 +59,7 @@ class GRPOModule(L.LightningModule):
         policy: nn.Module,
         objective: Objective,
         buffer: RolloutBuffer,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
         *,
         reference: nn.Module | None = None,
         temperature: float = 1.0,
@@ -53,6 +67,9 @@ class GRPOModule(L.LightningModule):
         max_grad_norm: float | None = 1.0,
         warmup_rollouts: int = 0,
         old_logp: str = "trainer",
+        critic: Critic | None = None,
+        reference_every: int | None = None,
+        reference_mix: float = 1.0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -69,6 +86,10 @@ class GRPOModule(L.LightningModule):
         self._reference = (reference,)  # in a tuple, which torch does not look into
         self.strict_loading = not has_adapters(policy)  # see on_save_checkpoint
         self.old_logp = old_logp
+        self.critic = critic
+        self.reference_every, self.reference_mix = reference_every, reference_mix
+        self._reference_updates = 0
+        self._steps: list[dict[str, float]] = []  # what the steps of this rollout measured
         self._kept: list[Tensor] = []
         self.clock = PhaseClock()
         self.tokens_trained = 0
@@ -83,7 +104,11 @@ class GRPOModule(L.LightningModule):
         return self._reference[0]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = self.optimizer_factory(self._trained())
+        groups: list[dict[str, Any]] = [{"params": self._trained()}]
+        if self.critic is not None:
+            own = {"params": list(self.critic.parameters())}
+            groups.append(own if self.critic.lr is None else own | {"lr": self.critic.lr})
+        optimizer = self.optimizer_factory(groups)
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         return optimizer
 
@@ -105,7 +130,7 @@ class GRPOModule(L.LightningModule):
             self.reference.to(self.device)
 
     def on_train_epoch_start(self) -> None:
-        self.rollout_tokens_trained = 0
+        self.rollout_tokens_trained, self._steps = 0, []
         # Derived from the rollout's number, so that nothing about the schedule has to be saved.
         warmup = min(1.0, (self.current_epoch + 1) / self.warmup_rollouts) if self.warmup_rollouts else 1.0
         for group, options in zip(self._optimizer().param_groups, self._options, strict=True):
@@ -124,6 +149,10 @@ class GRPOModule(L.LightningModule):
         optimizer.zero_grad()
         metrics = self._backward(rows, first)
         norm = float(whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)))
+        if self.critic is not None:
+            critic_norm = float(nn.utils.clip_grad_norm_(self.critic.parameters(), self.max_grad_norm))
+            metrics["critic/grad_norm"] = critic_norm
+            norm = norm if math.isfinite(critic_norm) else critic_norm
         if not math.isfinite(norm):
             raise RunError(
                 f"the gradient norm is {norm} at step {self.global_step}: no step was taken; "
@@ -139,17 +168,39 @@ class GRPOModule(L.LightningModule):
             "optimizer/lr": optimizer.param_groups[0]["lr"],
             "update/tokens": tokens,
             **metrics,
+            **self.objective.adapted,
         }
+        self._steps.append({**self.step_metrics, "rows": sum(bool(row.loss_mask.any()) for row in rows)})
+
+    def end_rollout(self) -> None:
+        """Once per rollout, after its last step: parts of the objective adapt, the reference policy follows."""
+        if not self._steps:
+            return
+        names = self._steps[0].keys() - {"rows"}
+        mean = {name: sum(step[name] for step in self._steps) / len(self._steps) for name in names}
+        self.objective.observe(mean, int(sum(step["rows"] for step in self._steps)) // self.buffer.epochs)
+        if self.reference_every and self.global_step // self.reference_every > self._reference_updates:
+            self._reference_updates = self.global_step // self.reference_every
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        if self.reference is None:
+            raise RuntimeError("there is no reference policy of its own that could follow the policy")
+        for theirs, ours in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            theirs.lerp_(ours.to(theirs.dtype), self.reference_mix)
 
     def _backward(self, rows: list[Row], first: bool) -> dict[str, float]:
         """Accumulate the gradient of one minibatch, the rows of all processes; returns its loss and metrics."""
         mask, group_ids = loss_masks(rows)
         weights = self.objective.weights(mask, group_ids)  # of the whole minibatch, before it is cut
+        selected = self._select(rows) if self.objective.selects else None
+        tokens_in_all = max(1, int(mask.sum()))
         sums = Sums()
         micro_batches = cut_for(rows, self.micro_batch_tokens, rank(), world_size())
         for number, (indices, counts) in enumerate(micro_batches):
             batch = collate([rows[i] for i in indices]).to(self.device)
-            logp, entropy = token_logps(self.policy, batch, self.temperature)
+            logp, entropy, values = self._forward(batch, entropy_gradient=self.objective.entropy_gradient)
             # Where the current weights sampled the row, the old policy is this very policy: the ratio is exactly 1.
             old_logp = logp.detach()
             if batch.old_logp is not None:
@@ -166,22 +217,64 @@ class GRPOModule(L.LightningModule):
                 weights=(weights[indices, : batch.mask.shape[1]] * counts).float().to(self.device),
                 sampler_logp=batch.sampler_logp,
                 entropy=entropy,
+                selected=None if selected is None else selected[indices, : batch.mask.shape[1]].to(self.device),
             )
+            loss = out.loss
+            more: dict[str, tuple[Tensor, Tensor]] = {}
+            if values is not None:
+                value_loss, more = self._value_loss(values, batch, tokens_in_all, counts)
+                loss = loss + value_loss
             with self._gradients_kept_back(last=number == len(micro_batches) - 1):
-                self.manual_backward(out.loss * world_size())  # gradients are averaged over processes
+                self.manual_backward(loss * world_size())  # gradients are averaged over processes
             # How far the engine's log-probabilities are from the trainer's at the weights that sampled. Where the
             # engine's serve as old_logp, the trainer has those of these weights before the rollout's first step only.
             trainer_logp = old_logp if self.old_logp == "trainer" else logp.detach()
             gap = (trainer_logp - batch.sampler_logp).abs().where(batch.mask, 0)
             tokens = batch.mask.sum()
             known = self.old_logp == "trainer" or first
-            metrics = dict(out.metrics) | {
-                "policy/entropy": (entropy.where(batch.mask, 0).sum(), tokens),
-                "sampler/logp_gap_mean": (gap.sum(), tokens * known),
-            }
+            metrics = (
+                dict(out.metrics)
+                | more
+                | {
+                    "policy/entropy": (entropy.detach().where(batch.mask, 0).sum(), tokens),
+                    "sampler/logp_gap_mean": (gap.sum(), tokens * known),
+                }
+            )
             gap_max = gap.max() if known else torch.tensor(math.nan)
             sums.take(out.loss.detach(), metrics, {**out.maxima, "sampler/logp_gap_max": gap_max}, counts)
         return sums.over_processes(self.device)
+
+    def _forward(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """logp, entropy and, with a critic, values of the policy as it is now, each [N, T]."""
+        if self.critic is None:
+            return *token_logps(self.policy, batch, self.temperature, entropy_gradient=entropy_gradient), None
+        with self.critic.watching(self.policy) as seen:
+            logp, entropy = token_logps(self.policy, batch, self.temperature, entropy_gradient=entropy_gradient)
+        return logp, entropy, self.critic.values(batch, seen)
+
+    def _value_loss(
+        self, values: Tensor, batch: Batch, tokens: int, counts: bool
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        assert self.critic is not None
+        if batch.values is None or batch.returns is None:
+            raise RuntimeError("a row reached the value loss without the values and returns of its rollout")
+        loss = self.critic.loss(values, batch.values, batch.returns, batch.mask, tokens) * counts
+        error = (values.detach() - batch.returns).square().where(batch.mask, 0)
+        return loss, {"critic/error": (error.sum(), batch.mask.sum())}
+
+    def _select(self, rows: list[Row]) -> Tensor:
+        """The tokens [N, T] of a whole minibatch that the objective singles out, from a pass before the step."""
+        scores = self.score(rows, False)
+        mask, _ = loss_masks(rows)
+        width = mask.shape[1]
+        advantages = [torch.zeros(row.length) if row.advantage is None else row.advantage for row in rows]
+        return self.objective.select(
+            pad_completions([score.logp for score in scores], width),
+            pad_completions(advantages, width),
+            mask,
+            entropy=pad_completions([score.entropy for score in scores], width),
+            step=self.global_step,
+        )
 
     @contextmanager
     def _gradients_kept_back(self, last: bool) -> Iterator[None]:
@@ -191,25 +284,34 @@ class GRPOModule(L.LightningModule):
             yield
 
     @torch.no_grad()
-    def score_logps(self, rows: Sequence[Row], reference: bool) -> list[Tensor]:
-        """Log-probabilities [T] float32 of each row's completion under the policy as it is now, or the reference."""
+    def score(self, rows: Sequence[Row], reference: bool) -> list[Scores]:
+        """What the policy as it is now, with its critic, or the reference says of each row."""
         model = self.reference if reference and self.reference is not None else self.policy
         adapters_off = reference and self.reference is None
         if adapters_off and not has_adapters(self.policy):
             raise RuntimeError("there is no reference policy: the objective has kl=none")
-        result: list[Tensor] = [torch.empty(0)] * len(rows)
+        result: list[Scores] = [Scores(torch.empty(0), torch.empty(0), None)] * len(rows)
         for indices, _ in cut_for(list(rows), self.micro_batch_tokens, rank(), world_size()):
             batch = collate([rows[i] for i in indices]).to(self.device)
             adapters = without_adapters(model) if adapters_off else nullcontext()
             with self.trainer.precision_plugin.forward_context(), adapters:
-                logp, _ = token_logps(model, batch, self.temperature)
-            for index, values in zip(indices, logp.cpu(), strict=True):
-                result[index] = values[: rows[index].length].clone()
+                if reference:
+                    logp, entropy = token_logps(model, batch, self.temperature)
+                    values = None
+                else:
+                    logp, entropy, values = self._forward(batch)
+            for place, index in enumerate(indices):
+                own = (place, slice(rows[index].length))
+                result[index] = Scores(
+                    logp[own].cpu().clone(),
+                    entropy[own].cpu().clone(),
+                    None if values is None else values[own].cpu().clone(),
+                )
         # Each process has scored its own rows; those of a process that has them stand for all.
         parts = shares(list(rows), world_size())
         for part, scored in zip(parts, gather([result[i] for i in parts[rank()]] if rows else []), strict=True):
-            for index, values in zip(part, scored, strict=True):
-                result[index] = values
+            for index, scores in zip(part, scored, strict=True):
+                result[index] = scores
         return result
 
     def keep_weights(self) -> None:
@@ -247,14 +349,26 @@ class GRPOModule(L.LightningModule):
         checkpoint["objective"] = self.objective.state_dict()
         if has_adapters(self.policy):  # the model they were put into never changes: model.path has it
             weights = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {name: weights[name] for name in weights if is_adapter_weight(name)}
+            checkpoint["state_dict"] = {name: weights[name] for name in weights if _changes(name)}
+        checkpoint["reference_updates"] = self._reference_updates
+        # Not where only the state beside the weights is taken.
+        if self.reference_every and self.reference is not None and "optimizer_states" in checkpoint:
+            checkpoint["reference"] = self.reference.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self.strict_loading and "state_dict" in checkpoint:  # with trainer=fsdp it has been loaded already
-            adapters = {name for name in self.state_dict() if is_adapter_weight(name)}
+            adapters = {name for name in self.state_dict() if _changes(name)}
             if checkpoint["state_dict"].keys() != adapters:
                 raise RunError("the checkpoint does not hold the adapters that model.lora describes")
         self.tokens_trained = checkpoint["tokens_trained"]
+        self._reference_updates = checkpoint["reference_updates"]
+        if self.reference_every and self.reference is not None:
+            self.reference.load_state_dict(checkpoint["reference"])
         self.objective.load_state_dict(checkpoint["objective"])
         for phase, seconds in checkpoint["seconds"].items():
             self.clock.total[phase] += seconds
+
+
+def _changes(name: str) -> bool:
+    """Whether a name of the state dict is that of a weight which training changes where the policy has adapters."""
+    return is_adapter_weight(name) or name.startswith("critic.")

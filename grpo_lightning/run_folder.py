@@ -88,7 +88,7 @@ class RunFolder:
         """From the oldest to the newest: they are named by rollout."""
         return sorted(self.checkpoints.glob("rollout=*.ckpt"))
 
-    def begin(self, cfg: DictConfig, overrides: list[str], step: int, rollout: int) -> None:
+    def begin(self, cfg: DictConfig, overrides: list[str], step: int, rollout: int, card: str = "") -> None:
         """Training begins, at `step` and after `rollout` (0 and 0, or those of a checkpoint that has been loaded).
 
         What a stopped run wrote beyond that is removed: it will be written again.
@@ -98,6 +98,7 @@ class RunFolder:
             return
         with _reporting(self.path):
             self._write_config(cfg, overrides)
+            _write(self.path / "card.txt", card + "\n")
             for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
                 for cut_off in folder.glob("*.part"):
                     shutil.rmtree(cut_off) if cut_off.is_dir() else cut_off.unlink()

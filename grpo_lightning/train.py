@@ -31,8 +31,10 @@ from grpo_lightning import config, distributed, launch
 from grpo_lightning.build import Run, build
 from grpo_lightning.callbacks.checkpoint import newest_readable
 from grpo_lightning.callbacks.stop import Stop, StopRequest, requeue
+from grpo_lightning.card import card
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.export import export
+from grpo_lightning.objective import Objective
 from grpo_lightning.objective.load import conf_dir
 from grpo_lightning.run_folder import RunFolder, read_summary
 from grpo_lightning.sweep import INTERRUPTED, SweepTable, run_child
@@ -174,7 +176,7 @@ def _run(cfg: DictConfig, path: Path, stop: StopRequest) -> tuple[dict[str, Any]
             return earlier, 0
         if done > cfg.trainer.max_epochs:
             raise UsageError(f"trainer.max_epochs={cfg.trainer.max_epochs}: the run in {path} has {done} rollouts")
-        started = build(cfg, objective, folder, _overrides(), stop)
+        started = build(cfg, objective, folder, _overrides(), stop, _card(cfg, objective))
         _fit(started, resume=checkpoint is not None)
         summary |= {"status": "completed", "message": ""}
         code = 0
@@ -241,6 +243,11 @@ def _overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
+def _card(cfg: DictConfig, objective: Objective) -> str:
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return card(cfg, objective, choices)
+
+
 def _identity(cfg: DictConfig) -> dict[str, Any]:
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     groups = [
@@ -253,6 +260,7 @@ def _identity(cfg: DictConfig) -> dict[str, Any]:
         "sampling",
         "correction",
         "entropy",
+        "critic",
         "reward",
         "algorithm",
     ]

@@ -176,8 +176,8 @@ class ScoringFill(Fill):
         self.policy: list[list[torch.Tensor]] = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.reference.append(pl_module.score_logps(self.rows, True))
-        self.policy.append(pl_module.score_logps(self.rows, False))
+        self.reference.append([s.logp for s in pl_module.score(self.rows, True)])
+        self.policy.append([s.logp for s in pl_module.score(self.rows, False)])
         for row, logp in zip(self.rows, self.reference[-1], strict=True):
             row.ref_logp = logp
         super().on_train_epoch_start(trainer, pl_module)
@@ -195,9 +195,9 @@ def test_the_reference_is_the_policy_with_its_adapters_off_from_the_first_step_t
         assert number == 0 or not torch.equal(fill.policy[number][0], fill.policy[0][0])
     plain = GRPOModule(llama(0), module.objective, module.buffer, torch.optim.SGD)
     plain.trainer = module.trainer
-    torch.testing.assert_close(plain.score_logps(rows, False), fill.reference[0], atol=0, rtol=0)
+    torch.testing.assert_close([s.logp for s in plain.score(rows, False)], fill.reference[0], atol=0, rtol=0)
     with pytest.raises(RuntimeError, match="kl=none"):
-        plain.score_logps(rows, True)
+        [s.logp for s in plain.score(rows, True)]
     for name, value in llama(0).state_dict().items():
         now = module.policy.state_dict()
         assert torch.equal(now[name if name in now else name.replace("proj.", "proj.base_layer.")], value), name

@@ -42,10 +42,10 @@ class Fill(L.Callback):
 
     def on_train_epoch_start(self, trainer, pl_module):
         if pl_module.reference is not None:
-            for row, logp in zip(self.rows, pl_module.score_logps(self.rows, True), strict=True):
+            for row, logp in zip(self.rows, [s.logp for s in pl_module.score(self.rows, True)], strict=True):
                 row.ref_logp = logp
         if self.needs_old:
-            for row, logp in zip(self.rows, pl_module.score_logps(self.rows, False), strict=True):
+            for row, logp in zip(self.rows, [s.logp for s in pl_module.score(self.rows, False)], strict=True):
                 row.old_logp = logp
         pl_module.buffer.fill(self.rows, trainer.current_epoch + 1)
 
@@ -112,7 +112,9 @@ def test_a_small_step_raises_the_advantage_weighted_log_probability_by_lr_times_
     rows = make_rows()
     change = [
         float(((new - old) * row.advantage).mean())
-        for row, old, new in zip(rows, start.score_logps(rows, False), module.score_logps(rows, False), strict=True)
+        for row, old, new in zip(
+            rows, [s.logp for s in start.score(rows, False)], [s.logp for s in module.score(rows, False)], strict=True
+        )
     ]
     assert sum(change) / len(rows) == pytest.approx(lr * fill.metrics[0]["policy/grad_norm"] ** 2, rel=0.05)
 
@@ -134,7 +136,7 @@ class FillSomeOld(Fill):
         self.shift = shift
 
     def on_train_epoch_start(self, trainer, pl_module):
-        for row, logp in list(zip(self.rows, pl_module.score_logps(self.rows, False), strict=True))[:3]:
+        for row, logp in list(zip(self.rows, [s.logp for s in pl_module.score(self.rows, False)], strict=True))[:3]:
             row.old_logp = logp - self.shift
         super().on_train_epoch_start(trainer, pl_module)
 

@@ -69,7 +69,10 @@ def test_wrong_options_are_one_line_that_says_what_would_be_right(line, expected
         assert part in message, message
 
 
-GROUPS = "advantage ratio clip kl loss_norm overlong sampling reward algorithm experiment model data rollout trainer"
+GROUPS = (
+    "advantage ratio clip kl loss_norm overlong sampling correction entropy reward algorithm experiment model data "
+    "rollout trainer logger callbacks"
+)
 
 
 @pytest.mark.parametrize("group", GROUPS.split())
@@ -96,6 +99,15 @@ def test_a_choice_on_the_command_line_beats_preset_and_experiment():
             assert (cfg.loss_norm, cfg.clip) == (alone.loss_norm, alone.clip)
     cfg = compose_checked(["experiment=dapo_paper", "clip=symmetric", "model=hf", "model.path=a/b"])
     assert "epsilon" in cfg.clip and cfg.sampling.max_draws > 1
+
+
+@pytest.mark.parametrize("path", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_value_of_an_experiment_reaches_the_configuration(path):
+    cfg = config.compose("train", [f"experiment={path.stem}"])
+    values = {k: v for k, v in OmegaConf.load(path).items() if k != "defaults"}
+    assert values
+    merged = OmegaConf.merge(cfg, values)
+    assert OmegaConf.to_container(merged) == OmegaConf.to_container(cfg)
 
 
 def test_short_forms_say_the_same_as_the_long_ones():

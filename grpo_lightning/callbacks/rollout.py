@@ -49,7 +49,9 @@ class RolloutCallback(L.Callback):
             self.collector.start_ahead(number + 1)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
         self.collector.finish_ahead()
+        pl_module.end_rollout()
 
     def state_dict(self) -> dict[str, Any]:
         return {"collector": self.collector.state_dict(), "tokens_generated": self.tokens_generated}

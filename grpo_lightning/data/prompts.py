@@ -1,7 +1,7 @@
 """From rows of data to token ids, and the order in which prompts are drawn."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from grpo_lightning.errors import UsageError
 
 Messages = list[dict[str, str]]
+Chooser = Callable[[list[int], int, tuple[int, int]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,18 @@ class PromptStream:
                 "lower rollout.prompts or give more data"
             )
 
-    def draw(self, n: int) -> list[tuple[int, Prompt]]:
-        """The next n prompts, each with its draw index (a count over the whole run). Raises what `check` raises."""
+    def draw(self, n: int, choose: Chooser | None = None) -> list[tuple[int, Prompt]]:
+        """The next n prompts, each with its draw index (a count over the whole run). Raises what `check` raises.
+
+        choose: (ids of all prompts, n, key of this draw) -> places of n different prompts, instead of the next ones.
+        """
         self.check(n)
         drawn = []
+        if choose is not None:
+            places = choose([prompt.prompt_id for prompt in self.prompts], n, (self.seed, self.position))
+            drawn = [(self.position + k, self.prompts[place]) for k, place in enumerate(places)]
+            self.position += n
+            return drawn
         for index in range(self.position, self.position + n):
             epoch, place = divmod(index, len(self.prompts))
             drawn.append((index, self.prompts[self._permutation(epoch)[place]]))

@@ -42,11 +42,11 @@ class NoCorrection:
 
 @dataclass(frozen=True)
 class TIS:
-    """c = min(exp(d), C): truncated importance sampling, per token.
+    """c = min(exp(d), cap): truncated importance sampling, per token.
 
     Source: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025).
 
-    cap: C in [1, inf). Below 1 it would shrink the tokens on which engine and trainer agree.
+    cap: in [1, inf). Below 1 it would shrink the tokens on which engine and trainer agree.
     """
 
     name: ClassVar[str] = "tis"
@@ -94,7 +94,9 @@ class Masked:
 
 @dataclass(frozen=True)
 class IcePop(Masked):
-    """k = exp(d_{i,t}): tokens on which the two disagree are masked, the others multiplied by their ratio.
+    """c = k where low <= k <= high, else 0, with k = exp(d_{i,t}).
+
+    Tokens on which the two disagree are masked, the others multiplied by their ratio.
 
     Source: Every Step Evolves, the report of Ring-1T (arXiv 2510.18855), IcePop.
     """
@@ -105,7 +107,9 @@ class IcePop(Masked):
 
 @dataclass(frozen=True)
 class SequenceMask(Masked):
-    """k = exp(sum_t d_{i,t}) on every token of row i: rows on which the two disagree are masked.
+    """c = k where low <= k <= high, else 0, with k = exp(sum_t d_{i,t}) on every token of row i.
+
+    Rows on which the two disagree are masked.
 
     A row inside the bounds is multiplied by its ratio, not by 1: otherwise the rows that are kept would still be
     weighed as the sampler drew them. Source: TRL 1.x, vllm_importance_sampling_mode="sequence_mask", which does so too.

@@ -22,9 +22,10 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"no conf folder in {package} or beside it: the installation is incomplete")
 
 
-def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+def compose(config_name: str, overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:
     """The configuration `config_name` of `conf_dir()` with Hydra `overrides`, e.g. ["algorithm=dapo", "clip.c=5"].
 
+    with_hydra: its node `hydra` too, where hydra.runtime.choices has the option of every group.
     Works inside a running Hydra application, whose global state is the same afterwards.
     """
     # Hydra keeps the running application and the behaviour of its version in singletons, and refuses a second one.
@@ -32,7 +33,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
     running = {kind: Singleton._instances.pop(kind) for kind in kinds if kind in Singleton._instances}
     try:
         with initialize_config_dir(str(conf_dir()), job_name=config_name, version_base="1.3"):
-            return hydra_compose(config_name, list(overrides))
+            return hydra_compose(config_name, list(overrides), return_hydra_config=with_hydra)
     finally:
         for kind in kinds:
             Singleton._instances.pop(kind, None)

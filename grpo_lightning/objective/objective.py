@@ -90,10 +90,9 @@ class Objective:
         """Whether the KL is taken off the rewards instead of being a term of the loss."""
         return bool(trait(self.kl, "in_reward"))
 
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the advantages can take the values of a critic."""
-        return "values" in keywords(self.advantage)
+    def takes(self, keyword: str) -> bool:
+        """Whether the advantage takes `keyword`, e.g. "values" or "entropy"."""
+        return keyword in keywords(self.advantage)
 
     @property
     def selects(self) -> bool:
@@ -107,7 +106,9 @@ class Objective:
 
     def needs(self, keyword: str) -> bool:
         """Whether some part must be given `keyword`, e.g. "sampler_logp" or "correct"."""
-        return any(keywords(part).get(keyword, False) for part in self._parts().values() if callable(part))
+        calls = [part for part in self._parts().values() if callable(part)]
+        calls += [self.advantage.keep] if hasattr(self.advantage, "keep") else []
+        return any(keywords(each).get(keyword, False) for each in calls)
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError where a group of one completion cannot give a signal."""
@@ -204,6 +205,26 @@ class Objective:
         there = per_token(torch.ones_like(rewards), mask).bool() & ~torch.isnan(rewards)[:, None]
         return result.to(dtype).where(there, 0)
 
+    def returns(
+        self,
+        rewards: Tensor,
+        mask: Tensor,
+        values: Tensor,
+        *,
+        kl_penalty: Tensor | None = None,
+    ) -> Tensor:
+        """What a critic should have said [N, T], 0 off the mask and in rows without a reward; as in `advantages`."""
+        option = named("advantage", self.advantage)
+        if not hasattr(self.advantage, "returns"):
+            raise ValueError(f"{option} takes no values of a critic: use advantage=gae, or critic=none")
+        dtype = _working_dtype(rewards)
+        values = _clean("values", values.detach(), mask, dtype)
+        if kl_penalty is not None:
+            kl_penalty = _clean("kl_penalty", kl_penalty.detach(), mask, dtype)
+        rewards = rewards.detach().to(dtype)
+        result = call(option, self.advantage.returns, rewards, mask, values, kl_penalty=kl_penalty)
+        return result.to(dtype).where(mask & ~torch.isnan(rewards)[:, None], 0)
+
     def weights(self, mask: Tensor, group_ids: Tensor) -> Tensor:
         """The weight w [N, T] (float64) of each token of one whole minibatch: all its micro-batches, all ranks.
 
@@ -237,6 +258,13 @@ class Objective:
         for part in self._parts().values():
             if hasattr(part, "observe"):
                 part.observe(measured, completions)
+
+    @property
+    def adapted(self) -> dict[str, float]:
+        """The coefficients that change by `observe`, as they are now: "kl/beta", "entropy/coef"."""
+        names = {"kl": "beta", "entropy": "coef"}
+        parts = {group: getattr(self, group) for group in names}
+        return {f"{g}/{names[g]}": float(getattr(p, names[g])) for g, p in parts.items() if hasattr(p, "observe")}
 
     def loss(
         self,

@@ -30,12 +30,12 @@ class NoPunishment:
 
 @dataclass(frozen=True)
 class SoftPunishment:
-    """0 if n <= L - c;  (L - c - n) / c if L - c < n <= L;  -1 if n > L,  added to the reward of a row of n tokens.
+    """r_i += 0 if n <= max_length - cache;  (max_length - cache - n) / cache if n <= max_length;  else -1.
 
-    Source: DAPO (arXiv 2503.14476), eq. 13 (L = 20480, c = 4096).
+    n: tokens of the row, padding not counted. Source: DAPO (arXiv 2503.14476), eq. 13 (max_length 20480, cache 4096).
 
-    max_length: L > 0 in tokens; None is an error when a punishment is wanted.
-    cache: c in [0, L] tokens; None is a fifth of L, as in the paper.
+    max_length: > 0, in tokens; None is an error when a punishment is wanted.
+    cache: in [0, max_length] tokens; None is a fifth of max_length, as in the paper.
     drop_truncated: truncated rows leave the loss as well.
     """
 

@@ -21,6 +21,7 @@ DEFAULTS = {
     "beta": 1.0,  # kl: its coefficient
     "rows_weigh_equally": True,  # loss_norm: the weights of every row add up to the same
     "drop_truncated": False,  # overlong: truncated rows leave the loss
+    "needs_verdicts": False,  # sampling: which completions are correct must be known
     "punishes": True,  # overlong: takes something off the rewards
     "differentiates": False,  # entropy: a term of the loss, so that the gradient goes through it
 }

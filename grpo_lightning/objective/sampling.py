@@ -1,8 +1,11 @@
-"""sampling: which groups of a rollout enter the buffer."""
+"""sampling: which prompts are drawn, and which groups of a rollout enter the buffer."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from grpo_lightning.objective.checks import check_bool, check_number
@@ -24,7 +27,7 @@ class SampleAll:
 
 @dataclass(frozen=True)
 class SampleDynamic:
-    """A group is kept if its task rewards are not all the same (max != min; NaN is left out).
+    """A group is kept if max != min of its task rewards (NaN is left out), for at most max_draws draws.
 
     Source: DAPO (arXiv 2503.14476), eq. 11.
 
@@ -43,3 +46,52 @@ class SampleDynamic:
     def keep(self, task_rewards: Tensor, group_ids: Tensor) -> set[int]:
         """task_rewards [N] float (NaN: none), group_ids [N] int -> ids of the groups that are kept."""
         return set(group_ids[group_moments(task_rewards, group_ids).varied].tolist())
+
+
+class SampleFrontier:
+    """P(prompt) = floor / n + (1 - floor) w / sum w,  w = 4 p (1 - p),  p its share of passes so far (unseen: 1/2).
+
+    n training prompts; no prompt twice in one draw. After a visit p = rate p + (1 - rate) (share of the group that is
+    correct); the first visit sets it. Every group is kept.
+    Source: Learning to Reason at the Frontier of Learnability (arXiv 2502.12272), its p (1 - p); the rest is ours.
+
+    floor in (0, 1]: 1 draws uniformly. rate in [0, 1): how much of the old pass rate stays.
+    """
+
+    name = "frontier"
+    max_draws = 1
+    keep_surplus = False
+    needs_verdicts = True
+
+    def __init__(self, floor: float, rate: float) -> None:
+        check_number("sampling.floor", floor, "(0, 1]")
+        check_number("sampling.rate", rate, "[0, 1)")
+        self.floor, self.rate = floor, rate
+        self.pass_rates: dict[int, float] = {}  # by prompt id
+
+    def keep(self, task_rewards: Tensor, group_ids: Tensor) -> set[int]:
+        """As SampleAll.keep."""
+        return set(group_ids.tolist())
+
+    def choose(self, prompt_ids: list[int], n: int, key: tuple[int, int]) -> list[int]:
+        """Places in `prompt_ids` of n different prompts; `key` (two ints >= 0) decides the draw."""
+        p = np.array([self.pass_rates.get(prompt, 0.5) for prompt in prompt_ids])
+        w = 4 * p * (1 - p)
+        share = w / w.sum() if w.sum() > 0 else np.full(len(w), 1 / len(w))
+        chance = self.floor / len(w) + (1 - self.floor) * share
+        # The n largest of log chance + Gumbel noise are a draw without replacement.
+        noisy = np.log(chance) + np.random.default_rng(key).gumbel(size=len(w))
+        return [int(place) for place in np.argsort(-noisy, kind="stable")[:n]]
+
+    def observe_groups(self, rates: list[tuple[int, float]]) -> None:
+        """(prompt id, share of correct completions; NaN: unknown) of every group of a draw, once each."""
+        for prompt, share in rates:
+            if not math.isnan(share):
+                before = self.pass_rates.get(prompt, share)
+                self.pass_rates[prompt] = self.rate * before + (1 - self.rate) * share
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pass_rates": dict(self.pass_rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.pass_rates = dict(state["pass_rates"])

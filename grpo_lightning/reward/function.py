@@ -24,6 +24,8 @@ class Function:
     Raises UsageError if the path does not lead to a callable, or if the function wants what is not there.
     """
 
+    calling_thread = True  # it may use signals, as math-verify does, which only the main thread can
+
     def __init__(
         self,
         path: str | Callable[..., Any] | None = None,
@@ -35,18 +37,12 @@ class Function:
             raise UsageError("reward.function.path is needed, for example reward.function.path=my_module.my_function")
         self.function = locate(path) if isinstance(path, str) else path
         self.name = path if isinstance(path, str) else _name(path)
-        if not callable(self.function):
-            raise UsageError(f"reward.function.path={self.name} is no function but {type(self.function).__name__}")
-        if inspect.isclass(self.function):
-            raise UsageError(f"reward.function.path={self.name} is a class; give a function or an object of it")
-        if inspect.iscoroutinefunction(self.function):
-            raise UsageError(f"reward.function.path={self.name} is a coroutine; an ordinary function is needed")
+        check_function(self.function, f"reward.function.path={self.name}")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise UsageError(f"reward.function.kwargs must be a mapping of keyword arguments, got {kwargs!r}")
         self.kwargs = dict(kwargs or {})
         self.weight = weight
         self.correctness = correctness
-        self._parameters = inspect.signature(self.function).parameters
 
     def __call__(self, batch: RewardBatch) -> Any:
         offered: dict[str, Any] = {**batch.columns, "answer": batch.answers, **self.kwargs}
@@ -55,25 +51,49 @@ class Function:
             "completions": batch.completions,
             "completion_ids": batch.completion_ids,
         }
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        named = [n for n, p in self._parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        for name, parameter in self._parameters.items():
-            if name in named and name not in offered and parameter.default is parameter.empty:
-                raise UsageError(
-                    f"reward function {self.name} wants `{name}`, which is no column of the data; "
-                    f"there are: {', '.join(sorted(offered))}"
-                )
-        given = offered if takes_all else {name: offered[name] for name in named if name in offered}
-        return self.function(**given)
+        return call(self.function, self.name, offered)
 
 
-def locate(path: str) -> Any:
+def call(function: Callable[..., Any], name: str, offered: Mapping[str, Any]) -> Any:
+    """Calls the function with what its signature names of `offered`, with everything if it has `**kwargs`.
+
+    Raises UsageError if it wants what is not there.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for wanted in named:
+        if wanted not in offered and parameters[wanted].default is inspect.Parameter.empty:
+            raise UsageError(
+                f"reward function {name} wants `{wanted}`, which is no column of the data; "
+                f"there are: {', '.join(sorted(offered))}"
+            )
+    return function(**(offered if takes_all else {n: offered[n] for n in named if n in offered}))
+
+
+def locate_function(path: str, option: str) -> Callable[..., Any]:
+    """The function at a dotted path. Raises UsageError naming the option."""
+    found = locate(path, option)
+    check_function(found, f"{option}={path}")
+    return found  # type: ignore[no-any-return]  # it is callable
+
+
+def check_function(found: Any, what: str) -> None:
+    if not callable(found):
+        raise UsageError(f"{what} is no function but {type(found).__name__}")
+    if inspect.isclass(found):
+        raise UsageError(f"{what} is a class; give a function or an object of it")
+    if inspect.iscoroutinefunction(found):
+        raise UsageError(f"{what} is a coroutine; an ordinary function is needed")
+
+
+def locate(path: str, option: str = "reward.function.path") -> Any:
     """The object at a dotted path. Raises UsageError naming the part that is missing and the closest name."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script does not look there by itself
     module_name, _, rest = path.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
-        raise UsageError(f"reward.function.path must be a dotted path such as my_module.my_function, got {path!r}")
+        raise UsageError(f"{option} must be a dotted path such as my_module.my_function, got {path!r}")
     names = [rest]
     while True:
         try:
@@ -82,22 +102,22 @@ def locate(path: str) -> Any:
         except ModuleNotFoundError as error:
             # the module itself may be an attribute (a class), a missing import inside of it is the user's to see
             if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-                raise UsageError(f"reward.function.path={path}: importing {module_name} failed: {error}") from error
+                raise UsageError(f"{option}={path}: importing {module_name} failed: {error}") from error
             if "." not in module_name:
                 hint = _closest(module_name, _modules_here())
                 raise UsageError(
-                    f"reward.function.path={path}: there is no module {module_name!r} "
+                    f"{option}={path}: there is no module {module_name!r} "
                     f"(looked in the current directory and in what is installed){hint}"
                 ) from None
             module_name, _, last = module_name.rpartition(".")
             names.insert(0, last)
         except Exception as error:
             raise UsageError(
-                f"reward.function.path={path}: importing {module_name} failed: {type(error).__name__}: {error}"
+                f"{option}={path}: importing {module_name} failed: {type(error).__name__}: {error}"
             ) from error
     for name in names:
         if not hasattr(found, name):
-            raise UsageError(f"reward.function.path={path}: {module_name} has no {name!r}{_closest(name, dir(found))}")
+            raise UsageError(f"{option}={path}: {module_name} has no {name!r}{_closest(name, dir(found))}")
         found = getattr(found, name)
     return found
 

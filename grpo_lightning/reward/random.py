@@ -20,14 +20,24 @@ class Random:
     correctness: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.rate, bool) or not isinstance(self.rate, int | float) or not 0 <= self.rate <= 1:
-            raise UsageError(f"reward.random.rate must be a number from 0 to 1, got {self.rate!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise UsageError(f"reward.random.seed must be a whole number, got {self.seed!r}")
+        check_rate("reward.random.rate", self.rate)
+        check_seed("reward.random.seed", self.seed)
 
     def __call__(self, batch: RewardBatch) -> list[float | None]:
-        return [float(self._uniform(key) < self.rate) for key in batch.keys]
+        return [float(uniform(self.seed, key) < self.rate) for key in batch.keys]
 
-    def _uniform(self, key: tuple[int, ...]) -> float:
-        text = ",".join(str(int(part)) for part in (self.seed, *key))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
+
+def uniform(seed: int, key: tuple[int, ...], purpose: str = "") -> float:
+    """A number from [0, 1) that follows from these three alone."""
+    text = purpose + ",".join(str(int(part)) for part in (seed, *key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
+
+
+def check_rate(option: str, rate: object) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise UsageError(f"{option} must be a number from 0 to 1, got {rate!r}")
+
+
+def check_seed(option: str, seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UsageError(f"{option} must be a whole number, got {seed!r}")

@@ -11,21 +11,30 @@ from grpo_lightning.reward.score import RewardBatch
 
 @dataclass(frozen=True)
 class ReasoningGymScore:
-    r"""From 0 to 1; many tasks give partial credit, and only 1 counts as correct.
+    r"""1 where the task's scorer gives its full score, else 0.
+
+    partial_credit: the scorer's own number from 0 to 1 instead. Many tasks pay something for any answer of the right
+    form, or for one that contains the right one, which can be learnt instead of the task. Only 1 counts as correct.
 
     What is scored is the last marked answer (`<answer>...</answer>`, `\boxed{}`, `####`, "the answer is"), without
     one all that was written, after `</think>` if there is thinking.
     """
 
+    partial_credit: bool = False
     weight: float = 1.0
     correctness: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.partial_credit, bool):
+            raise UsageError(f"reward.reasoning_gym.partial_credit must be true or false, got {self.partial_credit!r}")
 
     def __call__(self, batch: RewardBatch) -> list[float | None]:
         entries = batch.columns.get("entry")
         if entries is None:
             raise UsageError("reward=reasoning_gym scores only data=reasoning_gym; choose another reward for this data")
         rows = zip(batch.prompts, batch.completions, entries, strict=True)
-        return [_score(visible(prompt, completion), entry) for prompt, completion, entry in rows]
+        scores = [_score(visible(prompt, completion), entry) for prompt, completion, entry in rows]
+        return [score if self.partial_credit else float(score >= 1) for score in scores]
 
 
 def _score(text: str | None, entry: dict[str, Any]) -> float:

@@ -2,18 +2,33 @@
 
 Every completion is scored by every component. A component may give no score (None) for a row; such a row is left
 out of that component only. What a component must not do silently (wrong number of scores, infinities, exceptions)
-is reported with the component's name and the row.
+is reported with the component's name and the row. Components are scored at the same time, in threads.
 """
 
 import logging
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from grpo_lightning.errors import RunError, UsageError
 
 logger = logging.getLogger(__name__)
+
+
+class Unscored(Exception):
+    """A row could not be scored for a reason outside of this program (a server that does not answer, a time-out).
+
+    Such rows have no score, are counted and reported, and never end a run.
+    """
+
+
+class Step(NamedTuple):
+    """A step of a completion: the position in its text just behind the step, and the step's reward if there is one."""
+
+    end: int
+    reward: float | None
 
 
 @dataclass(frozen=True)
@@ -55,16 +70,22 @@ class RewardResult:
     components: raw, unweighted scores by component; NaN for "no score".
     correct: whether every correctness component that gave a score gave at least 1; None where none did.
     errors: what went wrong, a line per row ("reward.mine: row 3: ValueError: ...").
+    steps: the judged steps of every completion, None for one without; None where no component judges steps.
     """
 
     total: list[float]
     components: dict[str, list[float]]
     correct: list[bool | None]
     errors: list[str]
+    steps: list[list[Step] | None] | None = None
 
 
 class Component(Protocol):
-    """A reward component: a weight, whether it judges correctness (or shapes), and a score or None per completion."""
+    """A reward component: a weight, whether it judges correctness (or shapes), and a score or None per completion.
+
+    One that judges steps has a method `steps(batch) -> list[list[Step] | None]` too; its scores are `mean_rewards` of
+    them. One with `calling_thread = True` is not scored in a thread of its own.
+    """
 
     @property
     def weight(self) -> float: ...
@@ -76,22 +97,26 @@ class Component(Protocol):
 
 
 class RewardSet:
-    """The components of `reward=[...]`, called in order.
+    """The components of `reward=[...]`.
 
-    Raises UsageError if there is no component or a weight is not a finite number.
+    Raises UsageError if there is no component, if a weight is not a finite number, or if two components judge steps.
     """
 
     def __init__(self, components: Mapping[str, Component]):
         if not components:
             raise UsageError("reward: at least one component is needed, for example reward=exact")
         for name, component in components.items():
-            if not callable(component) or not hasattr(component, "weight") or not hasattr(component, "correctness"):
-                raise UsageError(
-                    f"reward.{name}: {type(component).__name__} is not a reward component "
-                    "(it needs `weight`, `correctness` and `__call__`); for a plain function use reward=function"
-                )
-            check_weight(name, component.weight)
+            check_component(name, component)
         self.components = dict(components)
+        judges = [name for name, component in components.items() if hasattr(component, "steps")]
+        if len(judges) > 1:
+            raise UsageError(f"reward: {' and '.join(judges)} judge steps; only one component can")
+        self._judge = judges[0] if judges else None
+
+    @property
+    def judges_steps(self) -> bool:
+        """Whether a component scores steps."""
+        return self._judge is not None
 
     @property
     def has_correctness(self) -> bool:
@@ -101,20 +126,27 @@ class RewardSet:
         """Score a batch. Raises RunError if a component gives the wrong number of scores or fails on every row.
 
         Where several processes score a part each, `gather` gives what all of them pass to it, so that it is every row
-        of all parts that has to fail.
+        of all parts that has to fail. Rows that are `Unscored` do not count as failed.
         """
-        scores: dict[str, list[float | None]] = {}
-        errors: list[str] = []
-        for name, component in self.components.items():
-            failed: list[str] = []
-            scores[name] = _score(name, component, batch, failed) if len(batch) else []
-            errors += failed
-            parts = gather((len(batch), failed))
+        scored = self._score_all(batch) if len(batch) else {name: Scores([], [], []) for name in self.components}
+        for part in scored.values():
+            parts = gather((len(batch), part.failed))
             rows, messages = sum(size for size, _ in parts), [line for _, lines in parts for line in lines]
             if rows and len(messages) == rows:
                 raise RunError(f"{messages[0]} (and no other of the {rows} rows could be scored)")
+        errors = [line for part in scored.values() for line in part.failed + part.unscored]
         for line in errors:
             logger.debug(line)
+        for part in scored.values():
+            if part.unscored:
+                logger.warning(
+                    "%s (%d of %d rows have no such score)", part.unscored[0], len(part.unscored), len(batch)
+                )
+        steps: list[list[Step] | None] | None = None
+        scores: dict[str, list[float | None]] = {name: part.values for name, part in scored.items()}
+        if self._judge is not None:
+            steps = scored[self._judge].values
+            scores[self._judge] = mean_rewards(steps)
         total: list[float] = []
         correct: list[bool | None] = []
         for i in range(len(batch)):
@@ -124,7 +156,19 @@ class RewardSet:
             total.append(sum(weighted) if weighted else math.nan)
             correct.append(all(judged) if judged else None)
         raw = {name: [math.nan if s is None else s for s in column] for name, column in scores.items()}
-        return RewardResult(total, raw, correct, errors)
+        return RewardResult(total, raw, correct, errors, steps)
+
+    def _score_all(self, batch: RewardBatch) -> dict[str, "Scores"]:
+        """Every component's scores, in the order of the components."""
+        here = {name for name, component in self.components.items() if getattr(component, "calling_thread", False)}
+        with ThreadPoolExecutor(max(1, len(self.components))) as pool:
+            started = {
+                name: pool.submit(_score, name, component, batch)
+                for name, component in self.components.items()
+                if name not in here
+            }
+            done = {name: _score(name, self.components[name], batch) for name in self.components if name in here}
+            return {name: done[name] if name in here else started[name].result() for name in self.components}
 
     def close(self) -> None:
         """Release what components hold (worker processes)."""
@@ -134,35 +178,78 @@ class RewardSet:
                 close()
 
 
+def check_component(name: str, component: Any) -> None:
+    if not callable(component) or not hasattr(component, "weight") or not hasattr(component, "correctness"):
+        raise UsageError(
+            f"reward.{name}: {type(component).__name__} is not a reward component "
+            "(it needs `weight`, `correctness` and `__call__`); for a plain function use reward=function"
+        )
+    check_weight(name, component.weight)
+
+
+def check_wrapped(name: str, component: Any) -> None:
+    """Like `check_component`, for a component whose scores another one takes, so that its own weight has no effect."""
+    check_component(name, component)
+    if component.weight != 1:
+        raise UsageError(f"reward.{name}.weight has no effect: set reward.{name.split('.')[0]}.weight")
+
+
+def wrapped_values(name: str, component: Component, batch: RewardBatch) -> list[Any]:
+    """The scores of a component that another one wraps; an exception for a row with a fault, to be passed on."""
+    values = _as_list(name, component(batch), len(batch))
+    cleaned = [(value, *_clean(value)) for value in values]
+    return [
+        score if problem is None else value if isinstance(value, Exception) else ValueError(problem)
+        for value, score, problem in cleaned
+    ]
+
+
 def check_weight(name: str, weight: object) -> None:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise UsageError(f"reward.{name}.weight must be a finite number, got {weight!r}")
 
 
-def _score(name: str, component: Component, batch: RewardBatch, errors: list[str]) -> list[float | None]:
-    """One clean score or None per row. Rows that fail are added to `errors`."""
+def mean_rewards(steps: list[list[Step] | None]) -> list[float | None]:
+    """The mean of every row's step rewards; None for a row without any."""
+    present = [[step.reward for step in row or [] if step.reward is not None] for row in steps]
+    return [sum(row) / len(row) if row else None for row in present]
+
+
+class Scores(NamedTuple):
+    """What one component gave: a clean score, or list of steps, or None per row, and a line for each that has none."""
+
+    values: list[Any]
+    failed: list[str]
+    unscored: list[str]
+
+
+def _score(name: str, component: Component, batch: RewardBatch) -> Scores:
+    call = getattr(component, "steps", component)
     try:
-        values = _as_list(name, component(batch), len(batch))
+        values = _as_list(name, call(batch), len(batch))
     except (UsageError, RunError):
         raise
+    except Unscored as error:
+        values = [error] * len(batch)
     except Exception as error:
         logger.debug("reward.%s failed on the batch, trying row by row", name, exc_info=error)
-        values = [_score_row(name, component, batch.row(i)) for i in range(len(batch))]
-    clean: list[float | None] = []
-    failed = []
+        values = [_score_row(name, call, batch.row(i)) for i in range(len(batch))]
+    scores = Scores([], [], [])
     for i, value in enumerate(values):
-        score, problem = _clean(value)
-        clean.append(score)
+        length = len(batch.completions[i])
+        clean, problem = _clean_steps(value, length) if hasattr(component, "steps") else _clean(value)
+        scores.values.append(clean)
         if problem:
-            failed.append(f"reward.{name}: row {i}: {problem}")
-    errors.extend(failed)
-    return clean
+            (scores.unscored if isinstance(value, Unscored) else scores.failed).append(
+                f"reward.{name}: row {i}: {problem}"
+            )
+    return scores
 
 
-def _score_row(name: str, component: Component, row: RewardBatch) -> Any:
+def _score_row(name: str, call: Callable[[RewardBatch], Any], row: RewardBatch) -> Any:
     """The single row's value, or the exception it raised (to be reported as that row's fault)."""
     try:
-        return _as_list(name, component(row), 1)[0]
+        return _as_list(name, call(row), 1)[0]
     except (UsageError, RunError):
         raise
     except Exception as error:
@@ -184,7 +271,7 @@ def _clean(value: Any) -> tuple[float | None, str | None]:
     if value is None:
         return None, None
     if isinstance(value, Exception):
-        return None, f"{type(value).__name__}: {value}"
+        return None, str(value) if isinstance(value, Unscored) else f"{type(value).__name__}: {value}"
     if hasattr(value, "item"):  # numpy scalars and one-element tensors
         value = value.item()
     if not isinstance(value, int | float):
@@ -194,3 +281,22 @@ def _clean(value: Any) -> tuple[float | None, str | None]:
     if math.isinf(value):
         return None, f"the score is {value}"
     return float(value), None
+
+
+def _clean_steps(value: Any, length: int) -> tuple[list[Step] | None, str | None]:
+    """(steps in order within a text of this length or None, what is wrong with them or None)."""
+    if value is None or isinstance(value, Exception):
+        return None, _clean(value)[1]
+    try:
+        given = [(int(end), reward) for end, reward in value]
+    except (TypeError, ValueError):
+        return None, f"{value!r:.200} is no list of steps"
+    steps: list[Step] = []
+    for end, reward in given:
+        if not (steps[-1].end if steps else 0) < end <= length:
+            return None, f"a step ends at {end}, behind {steps[-1].end if steps else 0} and within {length} is right"
+        clean, problem = _clean(reward)
+        if problem:
+            return None, f"step {len(steps)}: {problem}"
+        steps.append(Step(end, clean))
+    return steps, None

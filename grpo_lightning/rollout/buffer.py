@@ -1,11 +1,19 @@
 """Rows of a rollout, and how they are cut: into minibatches of whole groups, and those into micro-batches of rows."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """What a model says of one row: logp and entropy [T] float32 of its completion, and the critic's values [T]."""
+
+    logp: Tensor
+    entropy: Tensor
+    values: Tensor | None
 
 
 @dataclass
@@ -22,6 +30,8 @@ class Row:
         old_logp: [T] float32, the trainer's at those weights; None while the current weights are those weights and no
             update lies between, so that logp.detach() is the same number.
         ref_logp: [T] float32 under the frozen reference policy, if there is one.
+        entropy: [T] float32, nats, of the policy that sampled it; only where the advantages are made of it.
+        values, returns: [T] float32, what the critic expected at sampling and what came; only where there is a critic.
         advantage: [T] float32.
         record: what is written to the rollout file: prompt, completion, rewards and so on.
     """
@@ -35,6 +45,9 @@ class Row:
     weights_version: int
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
     advantage: Tensor | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -59,6 +72,8 @@ class Batch:
     old_logp: Tensor | None
     fresh: Tensor
     ref_logp: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
 
     def to(self, device: torch.device) -> "Batch":
         tensors: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -110,6 +125,8 @@ def collate(rows: list[Row]) -> Batch:
         old_logp=padded([row.old_logp for row in rows]),
         fresh=torch.tensor([row.old_logp is None for row in rows]),
         ref_logp=padded([row.ref_logp for row in rows]),
+        values=padded([row.values for row in rows]),
+        returns=padded([row.returns for row in rows]),
     )
 
 

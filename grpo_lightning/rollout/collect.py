@@ -1,5 +1,6 @@
 """One exploration: draw prompts, sample a group of completions for each, score them, and make the rows to train on."""
 
+import bisect
 import contextlib
 import logging
 import math
@@ -17,8 +18,8 @@ from grpo_lightning.clock import PhaseClock
 from grpo_lightning.data.prompts import Prompt, PromptStream
 from grpo_lightning.distributed import gather, join, share
 from grpo_lightning.objective import Objective
-from grpo_lightning.reward import RewardBatch, RewardSet
-from grpo_lightning.rollout.buffer import Row, pad_completions
+from grpo_lightning.reward import RewardBatch, RewardSet, Step
+from grpo_lightning.rollout.buffer import Row, Scores, pad_completions
 from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams, of_all, own_part
 from grpo_lightning.rollout.metrics import rollout_metrics
 
@@ -34,6 +35,7 @@ class Group:
     `task_rewards` [G] and `components` {name: [G]} are float64 with NaN where there was no score.
     `rollout` is the number (from 1) of the rollout it was sampled for; `weights_rollout` that of the rollout which
     trained, or trains, first on the weights that sampled it: one less where it was sampled ahead.
+    `steps` are those of each row that were judged: the completion position of the last token, and the reward.
     """
 
     rows: list[Row]
@@ -43,6 +45,13 @@ class Group:
     truncated: Tensor
     rollout: int
     weights_rollout: int
+    steps: list[list[tuple[int, float]]]
+
+    @property
+    def pass_rate(self) -> float:
+        """Share of the completions that are correct, of those with a verdict; NaN where there is none."""
+        judged = [value for value in self.correct if value is not None]
+        return sum(judged) / len(judged) if judged else math.nan
 
 
 @dataclass
@@ -99,8 +108,8 @@ class Collector:
 
     Args:
         prompts_per_rollout: P, over all processes. group_size: G. seed: of the sampling keys.
-        score_logps: (rows, reference?) -> the trainer's log-probabilities [T] of each row under the policy that
-            sampled it, or under the frozen reference policy.
+        score: (rows, reference?) -> what the trainer says of each row under the policy that sampled it, or under the
+            frozen reference policy. has_critic: the former have the critic's values.
         decode: token ids -> text.
         old_logp: "trainer" scores old_logp; "sampler" takes the engine's for it, which saves that pass.
         kept_weights: a context in which the policy has the weights that sampled the draw ahead.
@@ -118,15 +127,16 @@ class Collector:
         group_size: int,
         seed: int,
         needs_old_logp: bool,
-        score_logps: Callable[[Sequence[Row], bool], list[Tensor]],
+        score: Callable[[Sequence[Row], bool], list[Scores]],
         decode: Callable[[list[int]], str],
         clock: PhaseClock,
         old_logp: str = "trainer",
+        has_critic: bool = False,
         kept_weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.engine, self.stream, self.rewards, self.objective = engine, stream, rewards, objective
         self.sampling, self.prompts_per_rollout, self.group_size = sampling, prompts_per_rollout, group_size
-        self.seed, self.needs_old_logp, self.score_logps = seed, needs_old_logp, score_logps
+        self.seed, self.needs_old_logp, self.score, self.has_critic = seed, needs_old_logp, score, has_critic
         self.decode, self.clock = decode, clock
         self.old_logp, self.kept_weights = old_logp, kept_weights
         self.surplus: list[Group] = []
@@ -147,6 +157,9 @@ class Collector:
             errors += draw.errors
             kept += self._varied(draw.groups)
             seconds += draw.seconds
+            if hasattr(self.objective.sampling, "observe_groups"):
+                rates = [(group.rows[0].prompt_id, group.pass_rate) for group in draw.groups]
+                self.objective.sampling.observe_groups(rates)
         tokens = sum(row.length for group in drawn for row in group.rows)
         if len(kept) < self.prompts_per_rollout:
             log.warning(
@@ -192,15 +205,15 @@ class Collector:
         with self.clock("score"):
             draw = self._score(ahead.prompts, completions, ahead.number, ahead.number - 1, seconds)
             rows = [row for group in draw.groups for row in group.rows]
-            if self.old_logp == "trainer":
-                # The policy has moved on, but the importance ratio is to the weights that sampled.
-                with self.kept_weights():
-                    for row, logp in zip(rows, self.score_logps(rows, False), strict=True):
-                        row.old_logp = logp
+            with (
+                self.kept_weights()
+            ):  # the policy has moved on, but the importance ratio is to the weights that sampled
+                self._score_policy(rows, old_logp=True)
         self._ready = draw
 
     def _requests(self, number: int) -> tuple[list[tuple[int, Prompt]], list[Request]]:
-        prompts = self.stream.draw(self.prompts_per_rollout)
+        choose = getattr(self.objective.sampling, "choose", None)
+        prompts = self.stream.draw(self.prompts_per_rollout, choose)
         return prompts, [
             Request(prompt.token_ids, (self.seed, TRAIN_STREAM, number, draw_index), self.group_size)
             for draw_index, prompt in prompts
@@ -256,6 +269,8 @@ class Collector:
                     "weights_version": row.weights_version,
                     "answer": prompt.answer,
                 }
+                if result.steps is not None:
+                    row.record["steps"] = [[step.end, step.reward] for step in result.steps[span][k] or []]
             groups.append(
                 Group(
                     rows=rows,
@@ -265,6 +280,10 @@ class Collector:
                     truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
                     rollout=number,
                     weights_rollout=weights_rollout,
+                    steps=[
+                        step_positions(row.token_ids[row.start :].tolist(), steps or [], self.decode)
+                        for row, steps in zip(rows, (result.steps or [None] * len(flat))[span], strict=True)
+                    ],
                 )
             )
         errors = [message for messages in gather(result.errors) for message in messages]
@@ -281,20 +300,15 @@ class Collector:
         """Old and reference log-probabilities, advantages and loss masks of the rollout, on whole groups."""
         rows = [row for group in groups for row in group.rows]
         # A group kept for the next rollout needs its old_logp now, while the weights that sampled it are at hand.
-        late = [row for group in surplus for row in group.rows if row.old_logp is None]
-        if self.old_logp == "sampler":
-            for row in rows + late:
-                row.old_logp = row.sampler_logp
-            late = []
-        scored = [row for row in rows if row.old_logp is None] + late if self.needs_old_logp_now else late
-        for row, logp in zip(scored, self.score_logps(scored, False), strict=True):
-            row.old_logp = logp
+        late = [row for group in surplus for row in group.rows]
+        self._score_policy(late, old_logp=True)
+        self._score_policy(rows, old_logp=self.needs_old_logp or self.objective.kl_in_reward)
         if not rows:
             return
         if self.objective.needs_reference:
             unreferenced = [row for row in rows if row.ref_logp is None]
-            for row, logp in zip(unreferenced, self.score_logps(unreferenced, True), strict=True):
-                row.ref_logp = logp
+            for row, scores in zip(unreferenced, self.score(unreferenced, True), strict=True):
+                row.ref_logp = scores.logp
         width = max(row.length for row in rows)
         mask = pad_completions([torch.ones(row.length, dtype=torch.bool) for row in rows], width, False)
         task_rewards = torch.cat([group.task_rewards for group in groups])
@@ -306,16 +320,30 @@ class Collector:
             old = pad_completions([_present(row.old_logp) for row in rows], width)
             ref = pad_completions([_present(row.ref_logp) for row in rows], width)
             kl_penalty = self.objective.kl_penalty(old, ref, mask)
+        group_ids = torch.tensor([row.group_id for row in rows])
+        correct = torch.tensor([value is True for group in groups for value in group.correct])
+        step_rewards, step_ends = _steps([steps for group in groups for steps in group.steps])
+        values = None
+        if self.has_critic:
+            values = pad_completions([_present(row.values) for row in rows], width)
+            returns = self.objective.returns(rewards, mask, values, kl_penalty=kl_penalty)
+            for row, value in zip(rows, returns, strict=True):
+                row.returns = value[: row.length].float()
         advantages = self.objective.advantages(
             rewards,
-            torch.tensor([row.group_id for row in rows]),
+            group_ids,
             mask,
             kl_penalty=kl_penalty,
-            correct=torch.tensor([value is True for group in groups for value in group.correct]),
+            correct=correct,
             components={n: torch.cat([group.components[n] for group in groups]) for n in groups[0].components},
+            component_weights={name: component.weight for name, component in self.rewards.components.items()},
+            step_rewards=step_rewards,
+            step_ends=step_ends,
+            entropy=pad_completions([_present(row.entropy) for row in rows], width) if self._takes_entropy else None,
             prompt_ids=torch.tensor([row.prompt_id for row in rows]),
+            values=values,
         )
-        keep = self.objective.keep_rows(rewards, truncated)
+        keep = self.objective.keep_rows(rewards, truncated, group_ids, correct=correct)
         for row, advantage, shaped, kept in zip(rows, advantages, rewards.tolist(), keep.tolist(), strict=True):
             row.advantage = advantage[: row.length].float()
             row.record["shaped_reward"] = _number(shaped)
@@ -324,9 +352,27 @@ class Collector:
                 row.record["status"] = "out of the loss"
             row.loss_mask = torch.arange(len(row.token_ids)) >= row.start if kept else torch.zeros_like(row.loss_mask)
 
+    def _score_policy(self, rows: list[Row], *, old_logp: bool) -> None:
+        """Fill in what the weights that sampled the rows say of them, where it is needed and still missing."""
+        if self.old_logp == "sampler":
+            for row in rows:
+                row.old_logp = row.sampler_logp
+        missing = [
+            row
+            for row in rows
+            if (old_logp and row.old_logp is None)
+            or (self._takes_entropy and row.entropy is None)
+            or (self.has_critic and row.values is None)
+        ]
+        for row, scores in zip(missing, self.score(missing, False) if missing else [], strict=True):
+            if old_logp and row.old_logp is None:
+                row.old_logp = scores.logp
+            row.entropy = scores.entropy if self._takes_entropy else None
+            row.values = scores.values
+
     @property
-    def needs_old_logp_now(self) -> bool:
-        return self.needs_old_logp or self.objective.kl_in_reward
+    def _takes_entropy(self) -> bool:
+        return self.objective.takes("entropy")
 
     def state_dict(self) -> dict[str, Any]:
         self.finish_ahead()  # a draw that is under way is part of what a resumed run goes on with
@@ -372,9 +418,32 @@ def _row(prompt: Prompt, completion: Completion, group_id: int) -> Row:
     )
 
 
+def step_positions(
+    token_ids: list[int], steps: list[Step], decode: Callable[[list[int]], str]
+) -> list[tuple[int, float]]:
+    """(position of its last token, reward) of each step with a reward. The last step takes what follows it along: the
+    end-of-sequence token has no text of its own."""
+    positions = []
+    for step in steps:
+        if step.reward is None:
+            continue
+        # The first place behind which the text reaches the end of the step.
+        at = bisect.bisect_left(range(1, len(token_ids)), step.end, key=lambda n: len(decode(token_ids[:n])))
+        positions.append((len(token_ids) - 1 if step is steps[-1] else at, step.reward))
+    return positions
+
+
+def _steps(rows: list[list[tuple[int, float]]]) -> tuple[Tensor, Tensor]:
+    """step_rewards [N, S] float64, NaN where there is no such step, and step_ends [N, S] int64, -1 there."""
+    most = max(map(len, rows))
+    rewards = [[reward for _, reward in row] + [math.nan] * (most - len(row)) for row in rows]
+    ends = [[end for end, _ in row] + [-1] * (most - len(row)) for row in rows]
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(ends, dtype=torch.long)
+
+
 def _present(value: Tensor | None) -> Tensor:
     if value is None:
-        raise RuntimeError("a row reached the KL penalty without its log-probabilities")
+        raise RuntimeError("a row reached the advantages without what the policy that sampled it says of it")
     return value
 
 

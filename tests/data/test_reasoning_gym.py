@@ -37,10 +37,22 @@ def test_the_tasks_own_answer_scores_one(task):
 def test_wrong_answers_and_endless_thinking():
     item = ReasoningGym("chain_sum", size=4).load(1)[0][0]
     entries = {"entry": [item.columns["entry"]] * 2}
-    scores = ReasoningGymScore()(
-        RewardBatch(["q"] * 2, ["<answer>x</answer>", f"<think>{item.answer}"], ["1"] * 2, entries)
+    rows = RewardBatch(["q"] * 2, ["<answer>x</answer>", f"<think>{item.answer}"], ["1"] * 2, entries)
+    assert ReasoningGymScore()(rows) == [0.0, 0.0]
+    partial = ReasoningGymScore(partial_credit=True)(rows)
+    assert partial[0] < 0.1 and partial[1] == 0.0
+
+
+def test_partial_credit_only_where_asked_for():
+    item = ReasoningGym("chain_sum", size=4).load(1)[0][0]
+    rows = RewardBatch(
+        ["q"] * 2, [f"{item.answer}", f"{item.answer} or 7"], [item.answer] * 2, {"entry": [item.columns["entry"]] * 2}
     )
-    assert scores[0] < 0.1 and scores[1] == 0.0
+    partial = ReasoningGymScore(partial_credit=True)(rows)
+    assert partial[0] == 1 and 0 < partial[1] < 1  # pays for an answer that merely contains the right one
+    assert ReasoningGymScore()(rows) == [1.0, 0.0]
+    with pytest.raises(UsageError, match=r"reward\.reasoning_gym\.partial_credit must be true or false"):
+        ReasoningGymScore(partial_credit="yes")
 
 
 def test_other_data_is_refused():

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from grpo_lightning.errors import RunError, UsageError
-from grpo_lightning.reward import RewardBatch, RewardSet
+from grpo_lightning.reward import RewardBatch, RewardSet, Step
+from grpo_lightning.reward.score import Unscored
 
 
 @dataclass
@@ -171,3 +173,85 @@ def test_close():
     component = Fixed([1])
     RewardSet({"mine": component}).close()
     assert component.closed
+
+
+@dataclass
+class Stepwise(Fixed):
+    def steps(self, batch: RewardBatch) -> Any:
+        return self(batch)
+
+
+def test_steps_are_checked_row_by_row():
+    given = [
+        [(1, 1.0), (2, None)],
+        [Step(2, math.nan)],
+        [(1, math.inf)],
+        [(1, 1.0), (1, 1.0)],
+        [(3, 1.0)],
+        7,
+        None,
+        [(1, True), (2, torch.tensor(0.0))],
+    ]
+    result = RewardSet({"mine": Stepwise(given)})(batch(8))
+    assert result.steps == [[Step(1, 1.0), Step(2, None)], [Step(2, None)], *[None] * 5, [Step(1, 1.0), Step(2, 0.0)]]
+    assert [line.split(": ")[1] for line in result.errors] == ["row 2", "row 3", "row 4", "row 5"]
+    assert result.components["mine"][0] == 1 and result.components["mine"][7] == 0.5
+    assert all(math.isnan(score) for score in result.components["mine"][1:7])
+    with pytest.raises(RunError, match=r"reward\.mine gave 1 scores for 2 completions"):
+        RewardSet({"mine": Stepwise([[]])})(batch(2))
+
+
+def test_components_are_scored_at_the_same_time_and_keep_their_order():
+    meeting = threading.Barrier(3, timeout=20)
+
+    def waits(value: float) -> Any:
+        def f(rows: RewardBatch) -> list[float]:
+            meeting.wait()  # breaks unless all three come
+            return [value + i for i in range(len(rows))]
+
+        return f
+
+    result = RewardSet({name: Fixed(waits(v)) for name, v in (("c", 1.0), ("a", 10.0), ("b", 100.0))})(batch(2))
+    assert list(result.components) == ["c", "a", "b"]
+    assert result.components == {"c": [1, 2], "a": [10, 11], "b": [100, 101]}
+
+
+def test_what_wants_the_calling_thread_gets_it():
+    threads = {}
+
+    def f(rows: RewardBatch) -> list[float]:
+        threads["here"] = threading.current_thread()
+        return [1.0] * len(rows)
+
+    def g(rows: RewardBatch) -> list[float]:
+        threads["there"] = threading.current_thread()
+        return [1.0] * len(rows)
+
+    here = Fixed(f)
+    here.calling_thread = True  # type: ignore[attr-defined]
+    RewardSet({"there": Fixed(g), "here": here})(batch())
+    assert threads["here"] is threading.current_thread() is not threads["there"]
+
+
+def test_rows_that_could_not_be_scored_from_outside_never_end_the_run(caplog):
+    asked = []
+
+    def down(rows: RewardBatch) -> list[Any]:
+        asked.append(len(rows))
+        raise Unscored("no answer from the server")
+
+    result = RewardSet({"ok": Fixed([1] * 4), "mine": Fixed(down)})(batch())
+    assert result.total == [1] * 4 and all(math.isnan(score) for score in result.components["mine"])
+    assert result.errors == [f"reward.mine: row {i}: no answer from the server" for i in range(4)]
+    assert caplog.messages == ["reward.mine: row 0: no answer from the server (4 of 4 rows have no such score)"]
+    assert asked == [4]  # a server that is down is not asked again for every row
+    mixed = RewardSet({"mine": Fixed([Unscored("slow"), "bad", "bad", "bad"])})(batch())
+    assert len(mixed.errors) == 4  # not every row failed by a fault of the component
+
+
+def test_all_parts_have_to_fail():
+    def gather(value: Any) -> list[Any]:
+        return [value, (2, [])]
+
+    result = RewardSet({"mine": Fixed(["bad"] * 4)})(batch(), gather)
+    assert len(result.errors) == 4

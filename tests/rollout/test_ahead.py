@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_lightning.callbacks import RolloutCallback
+from grpo_lightning.rollout.buffer import Scores
 from tests.rollout.engines import ThreadedHF
 from tests.rollout.test_collect import DYNAMIC, FakeEngine, G, collector
 
@@ -35,11 +36,14 @@ def ahead_collector(overrides=("kl=none",), **changes):
         yield
         state["kept"] = False
 
-    def score_logps(rows, reference):
-        return [torch.full((row.length,), -9.0 if state["kept"] else -0.75) for row in rows]
+    def score(rows, reference):
+        return [
+            Scores(torch.full((row.length,), -9.0 if state["kept"] else -0.75), torch.zeros(row.length), None)
+            for row in rows
+        ]
 
     plan = changes.pop("plan", lambda draw: (1, 0, 0, 1))
-    return collector(Submitting(plan), overrides, kept_weights=kept_weights, score_logps=score_logps, **changes)
+    return collector(Submitting(plan), overrides, kept_weights=kept_weights, score=score, **changes)
 
 
 def test_a_draw_ahead_is_the_first_of_its_rollout_and_keeps_the_old_policy_that_sampled_it():

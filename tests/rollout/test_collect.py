@@ -9,6 +9,7 @@ from grpo_lightning.clock import PhaseClock
 from grpo_lightning.data.prompts import Prompt, PromptStream
 from grpo_lightning.objective import load_objective
 from grpo_lightning.reward import RewardSet
+from grpo_lightning.rollout.buffer import Scores
 from grpo_lightning.rollout.collect import Collector
 from grpo_lightning.rollout.engine import Completion, SamplingParams
 
@@ -58,14 +59,17 @@ def collector(engine, overrides=("kl=none",), prompts=3, data=10, **changes):
     made = [Prompt(i, f"p{i}", (1, 2, 3), f"a{i}", {"source": "s"}) for i in range(data)]
     scored = []
 
-    def score_logps(rows, reference):
+    def score(rows, reference):
         scored.append((len(rows), reference))
-        return [torch.full((row.length,), -1.0 if reference else -0.75) for row in rows]
+        return [
+            Scores(torch.full((row.length,), -1.0 if reference else -0.75), torch.zeros(row.length), None)
+            for row in rows
+        ]
 
     options = dict(
         engine=engine, stream=PromptStream(made, 0), rewards=RewardSet({"first": FirstToken()}),
         objective=load_objective(list(overrides)), sampling=SamplingParams(8, 1.0, (0,)),
-        prompts_per_rollout=prompts, group_size=G, seed=5, needs_old_logp=False, score_logps=score_logps,
+        prompts_per_rollout=prompts, group_size=G, seed=5, needs_old_logp=False, score=score,
         decode=lambda ids: " ".join(map(str, ids)), clock=PhaseClock(),
     )  # fmt: skip
     result = Collector(**(options | changes))

@@ -11,9 +11,10 @@ from grpo_lightning.objective.checks import check_number
 
 @dataclass(frozen=True)
 class Bonus:
-    """- coef H_{i,t}, with H the entropy of the policy at the position, in nats.
+    """l_{i,t} - coef H_{i,t}.
 
-    It is weighed by `loss_norm` as the surrogate is. Source: Mnih et al., A3C (arXiv 1602.01783), section 4.
+    H is the entropy of the policy at the position, in nats; it is weighed by `loss_norm` as the surrogate is.
+    Source: Mnih et al., A3C (arXiv 1602.01783), section 4.
 
     coef in (-inf, inf): positive keeps the policy uncertain.
     """
@@ -31,10 +32,11 @@ class Bonus:
 
 
 class AdaptiveBonus:
-    """- coef H_{i,t} while the mean entropy is <= target, else 0; coef moves by delta towards the target.
+    """l_{i,t} - coef H_{i,t}, or l_{i,t} where the mean entropy is > target.
 
-    After each rollout coef += delta where its mean entropy was below the target, coef -= delta where above, within
-    [min, max]. Source: Skywork Open Reasoner 1 (arXiv 2505.22312), adaptive entropy control, there at every step.
+    H is the entropy of the policy at the position, in nats. After each rollout coef += delta where its mean entropy was
+    below the target, coef -= delta where above, within [min, max].
+    Source: Skywork Open Reasoner 1 (arXiv 2505.22312), adaptive entropy control, there at every step.
 
     target: nats a token, in [0, inf). coef: at the start. delta in (0, inf). min <= coef <= max, each in [0, inf).
     """
@@ -42,7 +44,7 @@ class AdaptiveBonus:
     name = "adaptive"
     differentiates = True
 
-    def __init__(self, target: float, coef: float, delta: float, min: float, max: float) -> None:  # noqa: A002
+    def __init__(self, target: float, coef: float, delta: float, min: float, max: float) -> None:
         check_number("entropy.target", target, "[0, inf)")
         check_number("entropy.delta", delta, "(0, inf)")
         check_number("entropy.max", max, "[0, inf)")

@@ -24,7 +24,7 @@ def covariances(logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClipCov:
-    """surrogate_{i,t} = 0 for max(1, floor(fraction N)) tokens, drawn at random among those with low < Cov_{i,t} < high.
+    """0 for max(1, floor(fraction N)) tokens, drawn at random among those with low < Cov_{i,t} < high; else l_{i,t}.
 
     Fewer where fewer are there. Source: The Entropy Mechanism (arXiv 2505.22617), eq. 11 and 12; at least one token, as
     in its released code.
@@ -61,7 +61,7 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KLCov:
-    """surrogate_{i,t} + coef |logp_{i,t} - old_logp_{i,t}| for the max(1, floor(fraction N)) tokens of largest Cov.
+    """l_{i,t} + coef |logp_{i,t} - old_logp_{i,t}| for the max(1, floor(fraction N)) tokens of largest Cov.
 
     Source: The Entropy Mechanism (arXiv 2505.22617), eq. 13 and 14; its released code estimates the KL of the two
     policies by the absolute difference, and takes at least one token.
@@ -78,7 +78,7 @@ class KLCov:
         check_number("entropy.coef", self.coef, "[0, inf)")
 
     def select(self, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """logp, advantages [N, T] of a whole minibatch, mask [N, T] bool -> the tokens that are punished [N, T] bool."""
+        """logp, advantages [N, T] of a whole minibatch, mask [N, T] bool -> the tokens that are punished, bool."""
         cov = covariances(logp, advantages, mask).masked_fill(~mask, -torch.inf).flatten()
         count = min(max(1, int(self.fraction * int(mask.sum()))), int(mask.sum()))
         return _places(cov.topk(count).indices, mask)

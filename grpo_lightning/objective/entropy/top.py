@@ -11,7 +11,7 @@ from grpo_lightning.objective.checks import check_number
 
 @dataclass(frozen=True)
 class TopEntropy:
-    """surrogate_{i,t} [H_{i,t} >= the quantile of order 1 - fraction of H over the minibatch's tokens].
+    """l_{i,t} [H_{i,t} >= the quantile of order 1 - fraction of H over the minibatch's tokens].
 
     The quantile interpolates linearly between the two nearest. The others stay in the denominators; KL is not masked.
     Source: Beyond the 80/20 Rule (arXiv 2506.01939), eq. 5, there with fraction 0.2.

@@ -1,0 +1,142 @@
+"""Train the embedded model with every preset and several seeds, and put what they reached into docs/algorithms.md.
+
+python scripts/algorithms.py                 all presets, seeds 0 to 2, 30 rollouts; typed again, it goes on where it was
+python scripts/algorithms.py --table         the document alone, from the runs that are there
+
+A run whose folder holds a completed run is not repeated; an interrupted one is resumed from its newest checkpoint.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.progress import Progress
+
+from grpo_lightning.objective import load_objective
+from grpo_lightning.objective.card import term
+from grpo_lightning.objective.load import conf_dir
+from grpo_lightning.objective.objective import GROUPS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "algorithms.md"
+# What an algorithm cannot do without; everything else is the same for all of them.
+REWARDS = {"process": ["reward=[exact,process]"], "gdpo": ["reward=[exact,format]"]}
+PRESETS = sorted(path.stem for path in (conf_dir() / "algorithm").glob("*.yaml"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=PRESETS, choices=PRESETS, metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rollouts", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each on one thread")
+    parser.add_argument("--folder", type=Path, default=Path("outputs") / "algorithms")
+    parser.add_argument("--table", action="store_true", help="write the document alone")
+    options = parser.parse_args()
+    if not options.table:
+        runs = [(preset, seed) for seed in options.seeds for preset in options.presets]
+        with Progress() as bar, ThreadPoolExecutor(options.jobs) as pool:
+            task = bar.add_task("runs", total=len(runs))
+            for (preset, seed), failure in zip(runs, pool.map(lambda r: run(*r, options), runs), strict=True):
+                bar.advance(task)
+                if failure:
+                    bar.console.print(f"algorithm={preset} seed={seed} failed: {failure}")
+    write(options.folder, options.rollouts)
+
+
+def run(preset: str, seed: int, options: argparse.Namespace) -> str | None:
+    """One run, unless it is there; returns what went wrong, if anything."""
+    folder = options.folder / preset / f"seed={seed}"
+    if (summary := _summary(folder)) and summary["rollouts"] == options.rollouts:
+        return None
+    command = [
+        sys.executable, "train.py", f"algorithm={preset}", *REWARDS.get(preset, []), f"seed={seed}", "trainer=cpu",
+        "logger=none", f"trainer.max_epochs={options.rollouts}", f"eval.every={options.rollouts}", "resume=auto",
+        f"hydra.run.dir='{folder}'",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    file = ROOT / folder / "summary.json"
+    summary = json.loads(file.read_text()) if file.exists() else {}
+    return summary if summary.get("status") == "completed" else None
+
+
+def write(folder: Path, rollouts: int) -> None:
+    """Put the table of algorithms and that of options between their marks in the document."""
+    text = DOCUMENT.read_text()
+    for mark, table in (("results", results(folder, rollouts)), ("options", option_table())):
+        pattern = rf"(<!-- {mark}: begin.*?-->\n).*?(<!-- {mark}: end -->)"
+        text, found = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], text, flags=re.DOTALL)
+        if not found:
+            sys.exit(f"{DOCUMENT} has no marks for {mark}")
+    DOCUMENT.write_text(text)
+    print(f"written: {DOCUMENT}")
+
+
+def results(folder: Path, rollouts: int) -> str:
+    lines = [
+        "| `algorithm=` | paper | what it changes | accuracy before | sampled after | (seeds) | greedy after | tokens |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for preset in PRESETS:
+        paper, changes = _comment(preset)
+        found = [_summary(path) for path in sorted((ROOT / folder / preset).glob("seed=*"))]
+        runs = [summary for summary in found if summary and summary["rollouts"] == rollouts]
+        if runs:
+            after = [summary["val_accuracy"] for summary in runs]
+            numbers = [
+                f"{mean(s['val_accuracy_start'] for s in runs):.3f}", f"**{mean(after):.3f}**",
+                " ".join(f"{value:.3f}" for value in after), f"{mean(s['val_greedy'] for s in runs):.3f}",
+                f"{mean(s['tokens_generated'] for s in runs) / 1000:.0f} k",
+            ]  # fmt: skip
+        else:
+            numbers = ["", "not run", "", "", ""]
+        lines.append(" | ".join(["| `" + preset + "`", paper, changes, *numbers]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _comment(preset: str) -> tuple[str, str]:
+    """The paper, from the first comment of the preset, and what it changes, from the line that begins with "Fixes"."""
+    comments = [
+        line.removeprefix("# ")
+        for line in (conf_dir() / "algorithm" / f"{preset}.yaml").read_text().splitlines()
+        if line.startswith("# ") and not line.startswith("# @")
+    ]
+    changes = next((line.removeprefix("Fixes: ") for line in comments if line.startswith("Fixes: ")), "")
+    return comments[0], changes
+
+
+def option_table() -> str:
+    lines = ["| option | formula, with its default numbers | source |", "|---|---|---|"]
+    for group in GROUPS:
+        for path in sorted((conf_dir() / group).glob("*.yaml")):
+            option = getattr(load_objective([f"{group}={path.stem}", *_needed(group, path.stem)]), group)
+            what = term(option)
+            # A bar would end the cell.
+            row = (f"`{group}={path.stem}`", what.formula.replace("|", "\\|"), what.source.replace("|", "\\|"))
+            lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _needed(group: str, option: str) -> list[str]:
+    """What an option cannot be composed without."""
+    if group == "ratio":
+        return ["algorithm=grpo_s" if option == "sequence_arithmetic" else "algorithm=grpo"]
+    lengths = {"constant": "loss_norm.length=48", "soft": "overlong.max_length=48", "soft_filter": "overlong.max_length=48"}
+    return [lengths[option]] if option in lengths else []
+
+
+if __name__ == "__main__":
+    main()

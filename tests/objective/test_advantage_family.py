@@ -110,7 +110,7 @@ def test_reinforce_pp_baseline_whitens_over_tokens():
     # A group without spread counts as zeros in the moments, and stays exactly zero.
     a = per_row("reinforce_pp_baseline", [1.0, 0, 0.3, 0.3], [1, 3, 2, 1], [0, 0, 1, 1])
     assert a[2:] == [0, 0]
-    # tokens 1/2, -1/2 x 3, 0 x 3: mean -1/7, squared deviations (81 + 3 * 25 + 3 * 4) / 196 = 6/7, over 6: std sqrt(1/7)
+    # tokens 1/2, -1/2 x 3, 0 x 3: mean -1/7, squared deviations (81 + 75 + 12) / 196 = 6/7, over 6: std sqrt(1/7)
     assert a[:2] == pytest.approx([9 / 14 * 7**0.5, -5 / 14 * 7**0.5], abs=1e-5)
 
 

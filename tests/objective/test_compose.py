@@ -1,5 +1,6 @@
 """Composing: presets, precedence, what refuses and what warns, a user's own components, Hydra's state."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,26 @@ CHOICES = {
     "dr_grpo": ("dr_grpo", "token", "symmetric", "none", "constant", "none", "all"),
     "gspo": ("grpo", "sequence", "gspo", "none", "sequence", "none", "all"),
     "rloo": ("rloo", "token", "none", "none", "sequence_sum", "none", "all"),
+    "process": ("process", "token", "symmetric", "k3", "sequence", "none", "all"),
+    "gspo_token": ("grpo", "sequence_token", "gspo", "none", "sequence", "none", "all"),
+    "gtpo": ("gtpo", "token", "higher", "none", "token", "none", "all"),
+    "grpo_s": ("grpo_s", "sequence_arithmetic", "higher", "none", "sequence", "none", "all"),
+    "dcpo": ("dcpo", "token", "dcpo", "none", "dcpo", "none", "all"),
+    "cispo": ("grpo", "token", "cispo", "none", "token", "none", "all"),
+    "sapo": ("grpo", "token", "sapo", "none", "sequence", "none", "all"),
+    "gmpo": ("grpo", "token", "gmpo", "none", "sequence", "none", "all"),
+    "reinforce_pp": ("reinforce_pp", "token", "symmetric", "k1_reward", "sequence", "none", "all"),
+    "reinforce_pp_baseline": ("reinforce_pp_baseline", "token", "symmetric", "k2", "sequence", "none", "all"),
+    "opo": ("opo", "token", "none", "none", "sequence_sum", "none", "all"),
+    "gpg": ("gpg", "token", "none", "none", "token", "none", "all"),
+    "maxrl": ("maxrl", "token", "none", "none", "sequence_sum", "none", "all"),
+    "gdpo": ("gdpo", "token", "symmetric", "k3", "sequence", "none", "all"),
+    "lite_ppo": ("batch_std", "token", "symmetric", "none", "token", "none", "all"),
+    "pass_at_k": ("pass_at_k", "token", "none", "none", "sequence_sum", "none", "all"),
+    "raft": ("raft", "token", "none", "none", "sequence", "none", "all"),
+    "abc": ("grpo", "token", "abc", "none", "sequence", "none", "all"),
+    "ppo": ("gae", "token", "symmetric", "k1_reward", "token", "none", "all"),
+    "luspo": ("grpo", "sequence", "gspo", "none", "luspo", "none", "all"),
 }
 
 
@@ -115,6 +136,31 @@ def test_from_a_plain_dict():
         (["advantage.unbiased=no-idea"], "advantage.unbiased must be true or false"),
         (["advantage=batch_std", "advantage.eps=x"], "advantage.eps must be a number"),
         (["advantage=reinforce_pp", "advantage.gamma=1.1"], r"advantage.gamma must be in \(0, 1\]"),
+        (["advantage=process", "advantage.eps=-1"], "advantage.eps must be in"),
+        (["advantage=gtpo", "advantage.alpha1=-1"], r"advantage.alpha1 must be in \[0, inf\)"),
+        (["advantage=gtpo", "advantage.eps=0"], r"advantage.eps must be in \(0, inf\)"),
+        (["advantage=grpo_s", "advantage.beta2=-1"], r"advantage.beta2 must be in \[0, inf\)"),
+        (["advantage=dcpo", "advantage.unbiased=1"], "advantage.unbiased must be true or false"),
+        (["advantage=gdpo", "advantage.eps=x"], "advantage.eps must be a number"),
+        (["advantage=reinforce_pp_baseline", "advantage.eps=-1"], "advantage.eps must be in"),
+        (["advantage=gae", "advantage.lam=1.5"], r"advantage.lam must be in \[0, 1\]"),
+        (["advantage=gae", "advantage.gamma=0"], r"advantage.gamma must be in \(0, 1\]"),
+        (["advantage=gae", "advantage.whiten=0"], "advantage.whiten must be true or false"),
+        (["clip=cispo", "clip.epsilon_low=1.5"], r"clip.epsilon_low must be in \(0, 1\]"),
+        (["clip=cispo", "clip.epsilon_high=0"], "clip.epsilon_high must be in"),
+        (["clip=sapo", "clip.tau_pos=0"], r"clip.tau_pos must be in \(0, inf\)"),
+        (["clip=sapo", "clip.tau_neg=-1"], "clip.tau_neg must be in"),
+        (["clip=gmpo", "clip.epsilon_low=0"], "clip.epsilon_low must be in"),
+        (["clip=gmpo", "clip.epsilon_high=0"], "clip.epsilon_high must be in"),
+        (["clip=dcpo", "clip.epsilon_low=1"], "clip.epsilon_low must be in"),
+        (["clip=dcpo", "clip.epsilon_high=0"], "clip.epsilon_high must be in"),
+        (["clip=dcpo", "clip.c=1"], r"clip.c must be in \(1, inf\)"),
+        *((["clip=abc", f"clip.epsilon_{k}=0"], f"clip.epsilon_{k} must be in") for k in range(1, 5)),
+        (["kl=abs", "kl.beta=-1"], "kl.beta must be in"),
+        (["kl=adaptive", "kl.beta=0"], r"kl.beta must be in \(0, inf\)"),
+        (["kl=adaptive", "kl.target=0"], "kl.target must be in"),
+        (["kl=adaptive", "kl.horizon=0"], "kl.horizon must be in"),
+        (["kl=adaptive", "kl.in_reward=1"], "kl.in_reward must be true or false"),
         (["loss_norm=constant", "loss_norm.length=0"], r"loss_norm.length must be in \(0, inf\)"),
         (["overlong=soft", "overlong.max_length=-5"], "overlong.max_length must be in"),
         (["overlong=soft", "overlong.max_length=10", "overlong.cache=11"], r"overlong.cache must be in \[0, 10\]"),
@@ -303,3 +349,37 @@ def test_inside_a_hydra_application(tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["epsilon 0.3", "same True True 2"]
     assert not run.stderr
+
+
+def test_an_advantage_of_a_package_outside_the_repository(tmp_path):
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "__init__.py").write_text("from my_pkg.median import Median\n")
+    (tmp_path / "my_pkg" / "median.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from grpo_lightning.objective.groups import per_token\n"
+        "@dataclass(frozen=True)\n"
+        "class Median:\n"
+        "    scale: float = 1.0\n"
+        "    def __call__(self, rewards, group_ids, mask):\n"
+        "        middle = {int(g): rewards[group_ids == g].nanmedian() for g in group_ids.unique()}\n"
+        "        baseline = rewards.new_tensor([middle[int(g)] for g in group_ids])\n"
+        "        return per_token(self.scale * (rewards - baseline), mask)\n"
+    )
+    (tmp_path / "use.py").write_text(
+        "import torch\n"
+        "from grpo_lightning.objective import load_objective\n"
+        "o = load_objective(['algorithm=dapo', 'advantage._target_=my_pkg.Median', '+advantage.scale=2.0'])\n"
+        "mask = torch.ones(3, 2, dtype=torch.bool)\n"
+        "a = o.advantages(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([4, 4, 4]), mask)\n"
+        "print(a.tolist(), *o.warnings)\n"
+        "out = o.loss(torch.zeros(3, 2), None, a, mask, torch.tensor([4, 4, 4]))\n"
+        "print(out.loss.item())\n"
+    )
+    paths = f"{Path(__file__).parents[2]}{os.pathsep}{tmp_path}"
+    run = subprocess.run(
+        [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": paths, "PATH": ""}
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith("[[0.0, 0.0], [-2.0, -2.0], [8.0, 8.0]] advantage=my_pkg.Median takes no eps, unbiased")
+    assert float(lines[1]) == pytest.approx(-2)

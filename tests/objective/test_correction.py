@@ -124,8 +124,9 @@ def test_the_loss_equals_the_plain_loop(names):
             changed += sum(abs(v - math.exp(u)) > 1e-6 for v, u in zip(c, d, strict=True))
             for t in range(n):
                 rho = math.exp(sum(x) / n if names["ratio"] == "sequence" else x[t])
-                surrogate = reference.surrogate(names["clip"], rho, a[i, t].item(), logp[i, t].item(), {})
-                kl = reference.kl("k3", logp[i, t].item(), ref[i, t].item())
+                now, before = logp[i, t].item(), old[i, t].item()
+                surrogate = reference.surrogate(names["clip"], rho, a[i, t].item(), now, before, {})
+                kl = reference.kl("k3", now, ref[i, t].item(), before)
                 expected += w[i] * (c[t] * surrogate + 0.04 * kl)
         out = objective.loss(logp, old, a, mask, ids, ref, sampler_logp=sampler)
         assert out.loss.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)

@@ -71,7 +71,7 @@ def test_the_reward_is_conserved_where_the_coefficients_add_up_to_one(share):
         for group in ids.unique():
             for polarity, sign in ((True, 1), (False, -1)):
                 rows = (ids == group) & (correct == polarity)
-                # at every position the right ones share as much as they are, the wrong ones as much as they are, below 0
+                # at every position they share among them as much as they are, the wrong ones below 0
                 torch.testing.assert_close(by_token[rows].sum(0), sign * mask[rows].sum(0).double())
                 assert by_row[rows].sum().item() == pytest.approx(sign * rows.sum().item())
 

@@ -97,7 +97,7 @@ def test_gradient_invariance(names, dtype):
         assert total == pytest.approx(loss, rel=tolerance * 10, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", OPTIONS["advantage"])
+@pytest.mark.parametrize("name", OPTIONS["advantage"][:6])
 def test_advantages_do_not_depend_on_padding_order_or_ids(name):
     objective = compose(advantage=name)
     rewards = torch.tensor([0.1, 0.9, 0.4, 0.7, 0.2, 0.3], dtype=torch.float64)

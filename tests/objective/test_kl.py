@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_lightning.objective import load_objective
+from grpo_lightning.objective.checks import call
 from tests.objective.options import OPTIONS, compose, full, ratio_of
 
 
@@ -15,15 +16,24 @@ from tests.objective.options import OPTIONS, compose, full, ratio_of
         ("k1", -1.0, -2.0, 1.0, 1.0),
         ("k2", -1.0, -2.0, 0.5, 1.0),
         ("k3", -1.0, -2.0, 0.367879, 0.632121),
+        ("abs", -1.0, -2.0, 1.0, 1.0),
+        ("k3_plus", -1.0, -2.0, 0.367879, 1.0),  # the value of k3, the slope of k2
+        ("k3_corrected", -1.0, -2.0, 0.367879, 1.0),  # on-policy logp - ref_logp
+        ("adaptive", -1.0, -2.0, 0.367879, 0.632121),
         ("none", -2.0, -1.0, 0.0, 0.0),
         ("k1", -2.0, -1.0, -1.0, 1.0),
         ("k2", -2.0, -1.0, 0.5, -1.0),
         ("k3", -2.0, -1.0, 0.718282, -1.718282),
+        ("abs", -2.0, -1.0, 1.0, -1.0),
+        ("k3_plus", -2.0, -1.0, 0.718282, -1.0),
+        ("k3_corrected", -2.0, -1.0, 0.718282, -1.0),
+        ("adaptive", -2.0, -1.0, 0.718282, -1.718282),
     ],
 )
 def test_p46_p49_every_name_gives_its_number(name, logp, ref, value, slope):
     x = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
-    estimate = compose(kl=name).kl(x, torch.tensor([[ref]], dtype=torch.float64))
+    option, ref_logp = compose(kl=name).kl, torch.tensor([[ref]], dtype=torch.float64)
+    estimate = call("kl", option, x, ref_logp, log_ratio=x - x.detach())
     assert estimate.item() == pytest.approx(value, abs=1e-6)
     if estimate.requires_grad:
         estimate.backward()
@@ -62,7 +72,7 @@ def test_without_kl_the_reference_is_not_needed_and_may_be_monitored():
     assert ratio_of(out.metrics["policy/kl"]) == pytest.approx(math.exp(-1))
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k3_plus", "k3_corrected", "adaptive"])
 def test_a_missing_reference_is_named(name):
     with pytest.raises(ValueError, match=f"kl={name} needs `ref_logp`"):
         compose(kl=name).loss(torch.zeros(1, 1), None, torch.zeros(1, 1), full(1, 1), torch.tensor([0]))
@@ -86,4 +96,65 @@ def test_k3_is_exact_near_zero():
 
 def test_beta_of_deepseekmath():
     assert compose(kl="k3").kl.beta == 0.04
-    assert {name for name in OPTIONS["kl"] if compose(kl=name).needs_reference} == {"k1", "k2", "k3"}
+    assert [name for name in OPTIONS["kl"] if not compose(kl=name).needs_reference] == ["none"]
+
+
+def test_k3_corrected_weighs_by_the_ratio_and_through_it():
+    # old -2, logp -1: rho = e; ref -2: d = -1, k3 = 1/e, dk3/dlogp = 1 - 1/e: value 1, slope e (1/e + 1 - 1/e) = e
+    objective = load_objective(["kl=k3_corrected", "kl.beta=0.5"])
+    logp, two = torch.tensor([[-1.0]], requires_grad=True), torch.tensor([[-2.0]])
+    out = objective.loss(logp, two, torch.zeros(1, 1), full(1, 1), torch.tensor([0]), ref_logp=two)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(0.5)
+    assert logp.grad.item() == pytest.approx(0.5 * math.e)
+    # off-policy it estimates KL(policy || reference), which the mean of k3 over samples of the old policy does not
+    generator = torch.Generator().manual_seed(0)
+    old, policy, ref = (torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    estimate = call("kl", objective.kl, policy, ref, log_ratio=policy - old)
+    assert (old.exp() * estimate).sum().item() == pytest.approx((policy.exp() * (policy - ref)).sum().item())
+
+
+def test_in_the_reward_the_correction_is_one():
+    old, ref, mask = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -2.5]]), full(1, 2)
+    penalties = [
+        load_objective([f"kl={name}", "kl.in_reward=true"]).kl_penalty(old, ref, mask)
+        for name in ("k3", "k3_plus", "k3_corrected")
+    ]
+    torch.testing.assert_close(penalties[1], penalties[0])
+    torch.testing.assert_close(penalties[2], penalties[0])
+
+
+def test_the_adaptive_coefficient_follows_the_measured_kl():
+    objective = load_objective(["kl=adaptive", "kl.beta=0.5", "kl.target=0.1", "kl.horizon=1000"])
+    for kl, completions, factor in ((0.11, 100, 1.01), (5.0, 100, 1.02), (0.0, 500, 0.9), (0.1, 500, 1.0)):
+        before = objective.kl.beta
+        objective.observe({"policy/kl": kl}, completions)
+        assert objective.kl.beta == pytest.approx(before * factor)
+    before = objective.kl.beta
+    objective.observe({}, 0)
+    objective.observe({"policy/kl": float("nan")}, 0)
+    assert objective.kl.beta == before
+    again = load_objective(["kl=adaptive"])
+    again.load_state_dict(objective.state_dict())
+    assert again.kl.beta == before
+    # the coefficient of the loss is the present one
+    logp, zero = torch.tensor([[-1.0]]), torch.zeros(1, 1)
+    out = again.loss(logp, None, zero, full(1, 1), torch.tensor([0]), ref_logp=torch.tensor([[-2.0]]))
+    assert out.loss.item() == pytest.approx(before * math.exp(-1))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k3_plus", "k3_corrected"])
+def test_the_adaptive_coefficient_goes_with_every_estimator_and_in_the_reward(estimator):
+    choice = [f"kl.estimator={estimator}", "kl.beta=0.3"]
+    old, ref, mask = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), full(1, 1)
+    objective = load_objective(["kl=adaptive", "kl.in_reward=true", *choice])
+    alone = load_objective([f"kl={estimator}", "kl.in_reward=true", "kl.beta=0.3"])
+    assert objective.kl_in_reward
+    assert objective.kl_penalty(old, ref, mask) == alone.kl_penalty(old, ref, mask)
+    objective.observe({"policy/kl": 9.0}, 10000)
+    assert objective.kl_penalty(old, ref, mask).item() == pytest.approx(1.2 * alone.kl_penalty(old, ref, mask).item())
+
+
+def test_an_estimator_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match=r"kl.estimator must be one of k1, abs, k2, .*, got 'k9'"):
+        load_objective(["kl=adaptive", "kl.estimator=k9"])

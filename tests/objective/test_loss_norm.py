@@ -100,7 +100,7 @@ def test_p05_a_row_that_left_the_loss_leaves_the_denominators(name):
     kept = load_objective(["overlong=filter"]).keep_rows(torch.zeros(2), torch.tensor([False, True]))
     logp = torch.zeros(2, 5, requires_grad=True)
     out = objective.loss(logp, None, a, mask & kept[:, None], ids)
-    assert out.loss.item() == pytest.approx(3.0 if name == "sequence_sum" else 1.0)
+    assert out.loss.item() == pytest.approx(3.0 if name in ("sequence_sum", "luspo") else 1.0)
     nothing = objective.loss(logp, None, a, torch.zeros_like(mask), ids)
     nothing.loss.backward()
     assert nothing.loss.item() == 0
@@ -146,3 +146,25 @@ def test_means_weigh_one_in_all(name):
     assert compose(loss_norm=name).weights(
         mask_of([2, 0, 5, 1], 5), torch.tensor([3, 1, 3, 8])
     ).sum().item() == pytest.approx(1)
+
+
+def test_luspo_multiplies_the_surrogate_of_a_row_by_its_length():
+    # rows of 1 and 3 tokens, A = 1 and -1, ratios e^0.1 and e^-0.2: -(1 * e^0.1 - 3 * e^-0.2) / 2
+    objective = load_objective(["algorithm=luspo", "clip=unclipped"])
+    x = torch.tensor([[0.1, 9.0, 9.0], [-0.2, -0.5, 0.1]])
+    a = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
+    out = objective.loss(x, torch.zeros(2, 3), a, mask_of([1, 3], 3), torch.tensor([0, 0]))
+    assert out.loss.item() == pytest.approx(-(2.718281828**0.1 - 3 * 2.718281828**-0.2) / 2)
+    gspo = load_objective(["algorithm=gspo", "clip=unclipped"])
+    out = gspo.loss(x, torch.zeros(2, 3), a, mask_of([1, 3], 3), torch.tensor([0, 0]))
+    assert out.loss.item() == pytest.approx(-(2.718281828**0.1 - 2.718281828**-0.2) / 2)
+    mask = mask_of([2, 5, 0, 1], 5)
+    ids = torch.tensor([0, 0, 1, 1])
+    assert torch.equal(objective.weights(mask, ids), compose(loss_norm="sequence_sum").weights(mask, ids))
+
+
+def test_dapo_as_printed_and_as_coded_differ_where_prompts_have_different_lengths():
+    mask, ids = mask_of([1, 1, 3, 5], 5), torch.tensor([0, 0, 1, 1])
+    printed, coded = (compose(loss_norm=name).weights(mask, ids).sum(1).tolist() for name in ("prompt", "token"))
+    assert printed == pytest.approx([1 / 4, 1 / 4, 3 / 16, 5 / 16])  # half of the weight for each prompt
+    assert coded == pytest.approx([1 / 10, 1 / 10, 3 / 10, 5 / 10])

@@ -42,11 +42,11 @@ def main() -> None:
     options = parser.parse_args()
     if not options.table:
         runs = [(preset, seed) for seed in options.seeds for preset in options.presets]
+        presets, seeds = zip(*runs, strict=True)
         with Progress() as bar, ThreadPoolExecutor(options.jobs) as pool:
             task = bar.add_task("runs", total=len(runs))
-            for (preset, seed), failure in zip(
-                runs, pool.map(lambda each: run(each[0], each[1], options), runs), strict=True
-            ):
+            failures = pool.map(run, presets, seeds, [options] * len(runs))
+            for (preset, seed), failure in zip(runs, failures, strict=True):
                 bar.advance(task)
                 if failure:
                     bar.console.print(f"algorithm={preset} seed={seed} failed: {failure}")

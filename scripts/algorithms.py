@@ -9,7 +9,6 @@ A run whose folder holds a completed run is not repeated; an interrupted one is 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -77,10 +76,10 @@ def write(folder: Path, rollouts: int) -> None:
     """Put the table of algorithms and that of options between their marks in the document."""
     text = DOCUMENT.read_text()
     for mark, table in (("results", results(folder, rollouts)), ("options", option_table())):
-        pattern = rf"(<!-- {mark}: begin.*?-->\n).*?(<!-- {mark}: end -->)"
-        text, found = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], text, flags=re.DOTALL)
-        if not found:
+        begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
+        if begin not in text or end not in text:
             sys.exit(f"{DOCUMENT} has no marks for {mark}")
+        text = text[: text.index(begin) + len(begin)] + table + text[text.index(end) :]
     DOCUMENT.write_text(text)
     print(f"written: {DOCUMENT}")
 

@@ -83,6 +83,26 @@ def test_the_gradient_of_a_step_does_not_depend_on_the_number_of_processes(strat
     assert largest_difference(single, folder, start_of(toy)) < 1e-5
 
 
+FAMILY = [
+    ("ddp", ["algorithm=ppo", "critic=model", "reward=[random]"]),
+    ("ddp", ["algorithm=ppo", "critic=head", "entropy=kl_cov", "entropy.fraction=0.3"]),
+    ("fsdp", ["algorithm=gtpo", "entropy=top", "reward=[exact,random]"]),
+    ("fsdp", ["algorithm=dcpo", "entropy=bonus", "sampling=frontier", "reward=[random,exact]"]),
+]
+
+
+@pytest.mark.parametrize(("strategy", "chosen"), FAMILY, ids=["critic_model", "critic_head", "gtpo", "dcpo"])
+def test_two_processes_take_the_steps_of_one_in_the_whole_family(strategy, chosen, toy, tmp_path):
+    options = [
+        *toy, *LEARNS, *chosen, "trainer.max_epochs=1", "optimizer._target_=torch.optim.SGD", "optimizer.lr=30",
+        "optimizer.max_grad_norm=null", "update.micro_batch_tokens=60",
+    ]  # fmt: skip
+    one = finish(tmp_path / "one", *options, "trainer=cpu")
+    two = finish(tmp_path / "two", *options, *several(strategy, 2))
+    assert records(one, 1) == records(two, 1)
+    assert largest_difference(one, two, start_of(toy)) < 1e-5
+
+
 @pytest.mark.parametrize(("strategy", "count"), PROCESSES[:2])
 def test_five_steps_take_the_same_prompts_completions_and_parameters(strategy, count, five_steps, toy, tmp_path):
     options, single = five_steps

@@ -118,13 +118,17 @@ def _comment(preset: str) -> tuple[str, str]:
 
 
 def option_table() -> str:
-    lines = ["| option | formula, with its default numbers | source |", "|---|---|---|"]
+    lines = ["| option | formula, with its default numbers | source | tests |", "|---|---|---|---|"]
+    files = {path.name: path.read_text() for path in sorted((ROOT / "tests" / "objective").glob("test_*.py"))}
     for group in GROUPS:
         for path in sorted((conf_dir() / group).glob("*.yaml")):
             option = getattr(load_objective([f"{group}={path.stem}", *_needed(group, path.stem)]), group)
             what = term(option)
+            # Those that name the option or its class; the tests over all options are not repeated for each.
+            names = (f'"{path.stem}"', f'={path.stem}"', f"{type(option).__name__}(")
+            tests = [name for name, text in files.items() if any(each in text for each in names)]
             # A bar would end the cell.
-            row = (f"`{group}={path.stem}`", what.formula.replace("|", "\\|"), what.source.replace("|", "\\|"))
+            row = (f"`{group}={path.stem}`", *(text.replace("|", "\\|") for text in what), ", ".join(tests))
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ OPTIONS = {
     "kl": ("none", "k1", "k2", "k3", "abs", "k3_plus", "k3_corrected", "adaptive", "k1_reward"),
     "loss_norm": ("sequence", "token", "prompt", "constant", "sequence_sum", "luspo", "dcpo"),
     "overlong": ("none", "soft", "filter", "soft_filter"),
-    "sampling": ("all", "dynamic"),
+    "sampling": ("all", "dynamic", "frontier"),
     "correction": ("none", "tis", "icepop", "sequence_mask"),
     "entropy": ("none", "bonus", "adaptive", "top", "clip_cov", "kl_cov"),
 }  # fmt: skip

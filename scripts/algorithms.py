@@ -1,7 +1,7 @@
 """Train the embedded model with every preset and several seeds, and put what they reached into docs/algorithms.md.
 
-python scripts/algorithms.py                 all presets, seeds 0 to 2, 30 rollouts; typed again, it goes on where it was
-python scripts/algorithms.py --table         the document alone, from the runs that are there
+python scripts/algorithms.py            all presets, seeds 0 to 2, 30 rollouts; typed again, it goes on where it was
+python scripts/algorithms.py --table    the document alone, from the runs that are there
 
 A run whose folder holds a completed run is not repeated; an interrupted one is resumed from its newest checkpoint.
 """
@@ -42,9 +42,11 @@ def main() -> None:
     options = parser.parse_args()
     if not options.table:
         runs = [(preset, seed) for seed in options.seeds for preset in options.presets]
+        presets, seeds = zip(*runs, strict=True)
         with Progress() as bar, ThreadPoolExecutor(options.jobs) as pool:
             task = bar.add_task("runs", total=len(runs))
-            for (preset, seed), failure in zip(runs, pool.map(lambda r: run(*r, options), runs), strict=True):
+            failures = pool.map(run, presets, seeds, [options] * len(runs))
+            for (preset, seed), failure in zip(runs, failures, strict=True):
                 bar.advance(task)
                 if failure:
                     bar.console.print(f"algorithm={preset} seed={seed} failed: {failure}")
@@ -61,9 +63,7 @@ def run(preset: str, seed: int, options: argparse.Namespace) -> str | None:
         "logger=none", f"trainer.max_epochs={options.rollouts}", f"eval.every={options.rollouts}", "resume=auto",
         f"hydra.run.dir='{folder}'",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
@@ -87,7 +87,7 @@ def write(folder: Path, rollouts: int) -> None:
 
 def results(folder: Path, rollouts: int) -> str:
     lines = [
-        "| `algorithm=` | paper | what it changes | accuracy before | sampled after | (seeds) | greedy after | tokens |",
+        "| `algorithm=` | paper | what it changes | before | sampled after | each seed | greedy after | tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for preset in PRESETS:
@@ -134,8 +134,9 @@ def _needed(group: str, option: str) -> list[str]:
     """What an option cannot be composed without."""
     if group == "ratio":
         return ["algorithm=grpo_s" if option == "sequence_arithmetic" else "algorithm=grpo"]
-    lengths = {"constant": "loss_norm.length=48", "soft": "overlong.max_length=48", "soft_filter": "overlong.max_length=48"}
-    return [lengths[option]] if option in lengths else []
+    if group == "overlong":
+        return ["overlong.max_length=48"] * option.startswith("soft")
+    return ["loss_norm.length=48"] * (option == "constant")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from grpo_lightning.objective.groups import exact_dtype
 
 @dataclass(frozen=True)
 class NoPunishment:
-    """Rewards stay as they are. drop_truncated: truncated rows leave the loss (not the group's statistics).
+    """r_i stays as it is.
 
-    Source of the filter: DAPO (arXiv 2503.14476), section 3.4, overlong filtering.
+    drop_truncated: truncated rows leave the loss (not the group's statistics).
+    Source: DAPO (arXiv 2503.14476), section 3.4, overlong filtering.
     """
 
     punishes: ClassVar[bool] = False

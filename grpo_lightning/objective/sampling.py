@@ -48,6 +48,7 @@ class SampleDynamic:
         return set(group_ids[group_moments(task_rewards, group_ids).varied].tolist())
 
 
+@dataclass
 class SampleFrontier:
     """P(prompt) = floor / n + (1 - floor) w / sum w,  w = 4 p (1 - p),  p its share of passes so far (unseen: 1/2).
 
@@ -58,15 +59,16 @@ class SampleFrontier:
     floor in (0, 1]: 1 draws uniformly. rate in [0, 1): how much of the old pass rate stays.
     """
 
-    name = "frontier"
-    max_draws = 1
-    keep_surplus = False
-    needs_verdicts = True
+    name: ClassVar[str] = "frontier"
+    max_draws: ClassVar[int] = 1
+    keep_surplus: ClassVar[bool] = False
+    needs_verdicts: ClassVar[bool] = True
+    floor: float
+    rate: float
 
-    def __init__(self, floor: float, rate: float) -> None:
-        check_number("sampling.floor", floor, "(0, 1]")
-        check_number("sampling.rate", rate, "[0, 1)")
-        self.floor, self.rate = floor, rate
+    def __post_init__(self) -> None:
+        check_number("sampling.floor", self.floor, "(0, 1]")
+        check_number("sampling.rate", self.rate, "[0, 1)")
         self.pass_rates: dict[int, float] = {}  # by prompt id
 
     def keep(self, task_rewards: Tensor, group_ids: Tensor) -> set[int]:

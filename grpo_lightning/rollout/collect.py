@@ -322,7 +322,9 @@ class Collector:
             kl_penalty = self.objective.kl_penalty(old, ref, mask)
         group_ids = torch.tensor([row.group_id for row in rows])
         correct = torch.tensor([value is True for group in groups for value in group.correct])
-        step_rewards, step_ends = _steps([steps for group in groups for steps in group.steps])
+        step_rewards = step_ends = None
+        if self.rewards.judges_steps:
+            step_rewards, step_ends = _steps([steps for group in groups for steps in group.steps])
         values = None
         if self.has_critic:
             values = pad_completions([_present(row.values) for row in rows], width)

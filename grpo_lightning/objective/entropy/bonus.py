@@ -31,6 +31,7 @@ class Bonus:
         return token_losses - self.coef * entropy
 
 
+@dataclass
 class AdaptiveBonus:
     """l_{i,t} - coef H_{i,t}, or l_{i,t} where the mean entropy is > target.
 
@@ -41,16 +42,20 @@ class AdaptiveBonus:
     target: nats a token, in [0, inf). coef: at the start. delta in (0, inf). min <= coef <= max, each in [0, inf).
     """
 
-    name = "adaptive"
-    differentiates = True
+    name: ClassVar[str] = "adaptive"
+    differentiates: ClassVar[bool] = True
+    target: float
+    coef: float
+    delta: float
+    min: float
+    max: float
 
-    def __init__(self, target: float, coef: float, delta: float, min: float, max: float) -> None:
-        check_number("entropy.target", target, "[0, inf)")
-        check_number("entropy.delta", delta, "(0, inf)")
-        check_number("entropy.max", max, "[0, inf)")
-        check_number("entropy.min", min, f"[0, {max}]")
-        check_number("entropy.coef", coef, f"[{min}, {max}]")
-        self.target, self.coef, self.delta, self.min, self.max = target, coef, delta, min, max
+    def __post_init__(self) -> None:
+        check_number("entropy.target", self.target, "[0, inf)")
+        check_number("entropy.delta", self.delta, "(0, inf)")
+        check_number("entropy.max", self.max, "[0, inf)")
+        check_number("entropy.min", self.min, f"[0, {self.max}]")
+        check_number("entropy.coef", self.coef, f"[{self.min}, {self.max}]")
         self.acts = True  # whether the entropy measured last was not above the target
 
     def __call__(self, token_losses: Tensor, mask: Tensor, *, entropy: Tensor) -> Tensor:

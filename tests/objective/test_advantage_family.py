@@ -104,6 +104,16 @@ def test_p23_gdpo_leaves_missing_scores_out():
     assert a == pytest.approx([1, 0, -1, 0], abs=1e-5)
 
 
+def test_gdpo_a_group_in_which_no_component_varies_is_exactly_zero():
+    # the mean over the rollout is 0 but for rounding, which must not become a signal
+    for seed in range(10):
+        scores = torch.rand(9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        scores[6:] = 0.3
+        ids, one = [0, 0, 0, 1, 1, 1, 2, 2, 2], {"a": 1.0}
+        a = per_row("gdpo", scores.tolist(), ids=ids, components={"a": scores}, component_weights=one)
+        assert a[6:] == [0.0] * 3 and a[0] != 0
+
+
 def test_reinforce_pp_baseline_whitens_over_tokens():
     # +1/2 on one token, -1/2 on three: mean -1/4, squared deviations 9/16 + 3/16 over 3, std 1/2
     assert per_row("reinforce_pp_baseline", [1.0, 0.0], [1, 3]) == pytest.approx([1.5, -0.5], abs=1e-5)

@@ -84,7 +84,8 @@ def test_a_choice_on_the_command_line_beats_every_preset():
             overrides = [f"{group}={name}", f"algorithm={preset}"] + (
                 ["loss_norm.length=7"] if name == "constant" else []
             )
-            assert getattr(load_objective(overrides), group) == options.option(group, name)
+            chosen, wanted = getattr(load_objective(overrides), group), options.option(group, name)
+            assert (type(chosen), vars(chosen)) == (type(wanted), vars(wanted))
 
 
 def test_the_example_of_the_design():

@@ -42,6 +42,8 @@ def test_a_prompt_that_never_had_spread_is_exactly_zero():
     objective = compose(advantage="dcpo")
     for size in (3, 4, 7, 3):
         assert visit(objective, [0.1] * size) == [0.0] * size
+    # the float64 mean of three times 0.1 is not 0.1
+    assert objective.state_dict()["advantage"]["seen"][7] == [4, 0.1, 0.0]
 
 
 def test_prompts_are_remembered_apart_and_evaluation_of_another_changes_nothing():

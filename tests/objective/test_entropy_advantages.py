@@ -33,6 +33,16 @@ def test_gtpo_by_hand():
     assert a.flatten().tolist() == pytest.approx([-1, 0, 1, 0, -1, 0, 1, 0], abs=1e-4)
 
 
+def test_gtpo_compares_t_th_tokens_wherever_they_stand():
+    # as by hand above, each row moved by another number of positions
+    mask, entropy = torch.zeros(4, 5, dtype=torch.bool), torch.full((4, 5), NAN)
+    for row, (start, values) in enumerate(((0, [1.0, 2]), (3, [3.0]), (1, [1.0]), (2, [4.0, 5]))):
+        mask[row, start : start + len(values)] = True
+        entropy[row, start : start + len(values)] = torch.tensor(values)
+    shaped = GTPO(alpha1=0.9, alpha2=0.1).shaped(REWARDS, IDS, mask, RIGHT, entropy)
+    assert shaped[mask].tolist() == pytest.approx([0.95, 1.0, 1.05, -1.06, -0.94, -1.0])
+
+
 def test_gtpo_normalises_the_polarities_separately_and_each_group():
     rollout = draw(random.Random(5))
     rollout.rewards = [float(c) for c in rollout.correct]

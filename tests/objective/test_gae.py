@@ -34,14 +34,15 @@ def test_lambda_one_targets_the_reward_and_lambda_zero_the_next_value():
 def test_without_a_critic_it_is_the_discounted_reward_to_go():
     a = GAE(gamma=0.5, lam=1.0, whiten=False)(torch.tensor([1.0, NAN]), torch.tensor([0, 1]), full(2, 3))
     assert a.tolist() == [[0.25, 0.5, 1.0], [0, 0, 0]]
-    assert load_objective(["algorithm=ppo"]).needs_critic
-    assert not load_objective().needs_critic
+    assert load_objective(["algorithm=ppo"]).takes("values")
+    assert not load_objective().takes("values")
 
 
 def test_at_gamma_and_lambda_one_without_a_critic_it_is_reinforce_pp():
     rewards, ids, mask = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 2]), mask_of([3, 1, 2], 3)
     same = load_objective(["advantage=reinforce_pp"]).advantages(rewards, ids, mask)
-    torch.testing.assert_close(load_objective(["advantage=gae"]).advantages(rewards, ids, mask), same)
+    alone = load_objective(["advantage=gae", "advantage.lam=1"])
+    torch.testing.assert_close(alone.advantages(rewards, ids, mask), same)
 
 
 def test_padding_and_holes_do_not_discount_and_values_there_do_not_count():

@@ -26,10 +26,10 @@ class Seen(NamedTuple):
 
 @dataclass
 class DCPO:
-    """A = the one of ((i-1) Z_new + Z_tot) / i and (Z_new + (i-1) Z_tot) / i with the smaller absolute value.
+    """A = the one of ((i-1) Z_new + Z_tot) / i and (Z_new + (i-1) Z_tot) / i with the smaller absolute value;
+    Z_new = (r - mean_g) / std_g within this group, the i-th of its prompt, Z_tot with the moments of all i groups.
 
-    Z_new = (r - mean_g) / std_g within this group, the i-th of its prompt; Z_tot the same with the mean and std of all
-    i groups, merged as mean' = ((i-1) mean + mean_g) / i, var' = ((i-1) var + var_g + (i-1)/i (mean_g - mean)^2) / i. A
+    They are merged as mean' = ((i-1) mean + mean_g) / i, var' = ((i-1) var + var_g + (i-1)/i (mean_g - mean)^2) / i. A
     term whose std is 0 is 0: a group without spread still learns from the earlier ones. Two groups of one prompt in one
     rollout both count as its next. A group with fewer than two rewards has A = 0 and is not remembered.
 

@@ -13,11 +13,12 @@ from grpo_lightning.objective.groups import exact_dtype, group_index, group_mome
 
 @dataclass(frozen=True)
 class GRPOS:
-    """A_i = (s_i - mean_g) / (std_g + eps), the same on every token of the completion; 0 where max_g == min_g.
+    """A_i = (s_i - mean_g) / (std_g + eps), 0 where max_g == min_g, the same on every token of the completion;
+    right: s_i = beta1 * r_i + beta2 * n H_i / sum_k H_k; wrong: s_i = -beta1 - beta2 * n (1/H_i) / sum_k (1/H_k).
 
-    right: s_i = beta1 r_i + beta2 n H_i / sum_k H_k; wrong: s_i = -beta1 - beta2 n (1/H_i) / sum_k (1/H_k). The sums
-    are over the n completions of the group that are right (or wrong); H_i is the mean entropy of the old policy over
-    the tokens of completion i, at least 1e-8. The moments are of s over the whole group, max and min of the rewards.
+    The sums are over the n completions of the group that are right (or wrong); H_i is the mean entropy of the old
+    policy over the tokens of completion i, at least 1e-8. The moments are of s over the whole group, max and min of the
+    rewards.
 
     Source: GRPO-S (arXiv 2508.04349 v6), eq. 9, whose advantage is normalised within the group.
 

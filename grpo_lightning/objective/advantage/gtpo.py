@@ -14,13 +14,14 @@ MIN_ENTROPY = 1e-8
 
 @dataclass(frozen=True)
 class GTPO:
-    """A_{i,t} = (s_{i,t} - mean) / (std + eps), the moments over the tokens of the right (or the wrong) of the group.
+    """A_{i,t} = (s_{i,t} - mean) / (std + eps), the moments over the tokens of the right (or the wrong) of the group;
+    right: s_{i,t} = alpha1 * r_i + alpha2 * d_t H_{i,t} / sum_k H_{k,t};
+    wrong: s_{i,t} = -alpha1 - alpha2 * d_t (1/H_{i,t}) / sum_k (1/H_{k,t}).
 
-    right: s_{i,t} = alpha1 r_i + alpha2 d_t H_{i,t} / sum_k H_{k,t}; wrong: s_{i,t} = -alpha1 - alpha2 d_t (1/H_{i,t})
-    / sum_k (1/H_{k,t}). The sums are over the completions of the group that are right (or wrong) and have a t-th token,
-    d_t of them; H is the entropy of the old policy, at least 1e-8. So a right completion is rewarded most where the
-    policy was undecided, a wrong one punished most where it was sure. A = 0 in a set whose s are all equal, and where
-    the rewards of the group are. As printed, half of the tokens of right completions get a negative advantage.
+    The sums over k are over the completions of the group that are right (or wrong) and have a t-th token, d_t of them;
+    H is the entropy of the old policy, at least 1e-8. So a right completion is rewarded most where the policy was
+    undecided, a wrong one punished most where it was sure. A = 0 in a set whose s are all equal, and where the rewards
+    of the group are. As printed, about half of the tokens of right completions get a negative advantage.
 
     Source: GTPO (arXiv 2508.04349 v6), eq. 3, 5 and 6.
 

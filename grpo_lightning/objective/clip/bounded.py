@@ -16,7 +16,7 @@ from grpo_lightning.objective.clip.ppo import PPOClip
 
 @dataclass(frozen=True)
 class DualClip(PPOClip):
-    """A < 0: min(ppo, -c A); else ppo, where ppo = -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A).
+    """A < 0: min(ppo, -c * A); else ppo, where ppo = -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Source: Ye et al., Mastering Complex Control in MOBA Games (arXiv 1912.09729), dual-clip PPO.
 

@@ -12,7 +12,7 @@ from grpo_lightning.objective.checks import check_number
 class CISPO:
     """-sg[clip(rho, 1 - epsilon_low, 1 + epsilon_high)] A logp, sg[.] without gradient.
 
-    Source: MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5; ScaleRL (arXiv 2510.13786) takes the minimum of rho and 5.
+    Source: MiniMax-M1 (arXiv 2506.13585), CISPO; ScaleRL (arXiv 2510.13786) takes the minimum of rho and 5.
 
     epsilon_low in (0, 1], 1 being no lower bound; epsilon_high in (0, inf).
     """

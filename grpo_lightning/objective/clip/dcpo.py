@@ -11,9 +11,9 @@ from grpo_lightning.objective.checks import check_number
 
 @dataclass(frozen=True)
 class DCPOClip:
-    """-min(rho A, clip(rho, low, high) A), where A < 0 at most -c A; q = exp(old_logp) bounds the ratio as follows.
-
-    low = 1/2 + 1/2 sqrt(max(1 - 4 epsilon_low / q, 0)); high = min(1/2 + 1/2 sqrt(1 + 4 epsilon_high / q), max(c, 10)).
+    """-min(rho A, clip(rho, low, high) A), where A < 0 at most -c * A; with q = exp(old_logp)
+    low = 1/2 + 1/2 sqrt(max(1 - 4 * epsilon_low / q, 0)),
+    high = min(1/2 + 1/2 sqrt(1 + 4 * epsilon_high / q), max(c, 10)).
 
     Source: DCPO (arXiv 2509.02333), dynamic adaptive clipping; the dual clip at c and the limit of high are from its
     released code.

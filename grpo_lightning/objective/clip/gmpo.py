@@ -15,7 +15,7 @@ class GMPO:
 
     The same on every token of the row. Against ratio=sequence the clip acts on each token, in the logarithm and wider.
 
-    Source: GMPO (arXiv 2507.20673), eq. 4, with its clip to (exp(-0.4), exp(0.4)).
+    Source: GMPO (arXiv 2507.20673), with its clip to (exp(-0.4), exp(0.4)).
 
     epsilon_low, epsilon_high in (0, inf), of the log-ratio.
     """

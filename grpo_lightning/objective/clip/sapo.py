@@ -15,7 +15,7 @@ class SAPO:
 
     At rho = 1 the gradient is that of -rho A, for every tau.
 
-    Source: SAPO (arXiv 2511.20347), eq. 5 and 6; tau_neg > tau_pos lets negative advantages fade faster.
+    Source: SAPO (arXiv 2511.20347); tau_neg > tau_pos lets negative advantages fade faster.
 
     tau_pos, tau_neg in (0, inf).
     """

@@ -16,10 +16,10 @@ ESTIMATORS = {estimator.name: estimator for estimator in (K1, Abs, K2, K3, K3Plu
 
 @dataclass
 class AdaptiveKL:
-    """beta * estimator; after a rollout beta *= 1 + clip(measured / target - 1, -0.2, 0.2) * completions / horizon.
+    """b * estimator, b = beta at first; after a rollout b *= 1 + clip(measured / target - 1, -0.2, 0.2) * n / horizon.
 
-    measured is the mean of the estimate over the tokens that the rollout was trained on, completions their number of
-    rows. A rollout in which nothing was measured leaves beta as it is.
+    measured is the mean of the estimate over the tokens that the rollout was trained on, n their number of completions.
+    A rollout in which nothing was measured leaves b as it is. At run time b is the attribute beta.
 
     Source: Ziegler et al. (arXiv 1909.08593), section 2.2, whose KL is of a whole completion; per token as in verl.
 

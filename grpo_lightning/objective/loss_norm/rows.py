@@ -55,7 +55,7 @@ class LUSPONorm(SequenceSumNorm):
 
 @dataclass(frozen=True)
 class ConstantNorm:
-    """w = m / (B length): each row's sum over a constant, L = length.
+    """w = m / (B * length): each row's sum over a constant, L = length.
 
     Source: Dr. GRPO (arXiv 2503.20783), section 3.2, the constant being the generation budget.
 

@@ -68,7 +68,8 @@ class Sandbox:
             )
         self.description = ", ".join([*(_WORDS[name] for name in self.features), "limits"])
         if missing:
-            self.description += f"; NOT by: {'; '.join(f'{_WORDS[name]} ({missing[name]})' for name in missing)}"
+            reasons = "; ".join(f"{_WORDS[name]} ({reason})" for name, reason in missing.items())
+            self.description += f"; NOT by: {reasons}"
 
     def start(self, kind: str, job: dict[str, Any], *descriptors: int) -> "Child":
         """Run a job of sandbox_child.py with these descriptors. Raises RunError if the server cannot be reached."""
@@ -84,7 +85,7 @@ class Sandbox:
         if self._problem(FEATURES) is None:
             self.features = FEATURES
             return {}
-        missing: dict[str, str] = {}
+        missing = {}
         for name in FEATURES:  # in this order: an ordinary user needs the first one for all others
             problem = self._problem((*self.features, name))
             if problem is None:
@@ -104,7 +105,7 @@ class Sandbox:
             child.kill()
         return None
 
-    def _start(self, kind: str, job: dict[str, Any], features: tuple[str, ...], descriptors: tuple[int, ...]) -> "Child":
+    def _start(self, kind: str, job: Any, features: tuple[str, ...], descriptors: tuple[int, ...]) -> "Child":
         order = {"kind": kind, "features": features, **vars(self.limits)}
         ours, theirs = socket.socketpair()
         paper = os.memfd_create("job")
@@ -137,7 +138,7 @@ class Sandbox:
                 self._server = subprocess.Popen(
                     # -I -S: nothing from the environment, the current folder or site-packages
                     [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(Path(__file__).with_name("sandbox_child.py"))],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",

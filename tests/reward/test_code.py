@@ -113,8 +113,8 @@ def test_the_prompt_gives_imports_and_helpers_to_answer_and_tests(component):
 def test_values_keep_their_type_on_the_way(component):
     test = """
 def check(candidate):
-    values = [None, True, 0, -7, 10**6000, 1.5, -0.0, float("inf"), 2j, "a\\u00e9\\ud800\\n", b"\\0\\xff", bytearray(b"a"),
-              [], [1, [2]], (), (1,), set(), {1, "a"}, frozenset([1]), {}, {1: 2, "1": 3, (1, 2): [None]}]
+    values = [None, True, 0, -7, 10**6000, 1.5, -0.0, float("inf"), 2j, "a\\u00e9\\ud800\\n", b"\\0\\xff", [], [1, [2]],
+              bytearray(b"a"), (), (1,), set(), {1, "a"}, frozenset([1]), {}, {1: 2, "1": 3, (1, 2): [None]}]
     for value in values:
         got = candidate(value)
         assert got == value and type(got) is type(value)
@@ -160,8 +160,8 @@ def test_programs(component):
         "n = input()\nprint(sum(map(int, input().split())))": 1.0,
         "import sys\nd = sys.stdin.read().split()\nsys.stdout.write(str(sum(map(int, d[1:]))) + '  \\n\\n')": 1.0,
         "import sys\nn, *x = map(int, open(0).read().split())\nprint(sum(x))\nsys.exit()": 1.0,
-        python("def main():\n    input(); print(sum(map(int, input().split())))\nif __name__ == '__main__': main()\n"): 1.0,
-        "import threading\nt = threading.Thread(target=lambda: print(sum(map(int, open(0).read().split()[1:]))))\nt.start()": 1.0,
+        python("def main(): input(); print(sum(map(int, input().split())))\nif __name__ == '__main__': main()\n"): 1.0,
+        "import threading as t\nt.Thread(target=lambda: print(sum(map(int, open(0).read().split()[1:])))).start()": 1.0,
         "import os\nos.write(1, b'6\\n')": 0.0,  # right in the first case only
         "print(6); print(-5)": 0.0,
         "n = input()\nprint(sum(map(int, input().split()))); raise SystemExit(1)": 0.0,
@@ -337,7 +337,7 @@ def test_best_goes_on_and_says_what_is_missing():
     assert component(function_rows([RIGHT, "    return 0"])) == [1.0, 0.0]
     assert component(program_rows([f"print({SECRET})"])) == [1.0]
     said = component._sandbox.description
-    assert said.startswith("a user of its own, limits; NOT by: no network (not in this test); its own process namespace")
+    assert said.startswith("a user of its own, limits; NOT by: no network (not in this test); its own process")
     component.close()
 
 

@@ -69,8 +69,8 @@ HOSTILE = {
         "for d in range(64):\n    try: os.write(d, b'passed')\n    except OSError: pass\nos._exit(0)"
     ),
     "answering before": (
-        "for d in range(3, 64):\n    try: os.write(d, b'\\0\\0\\0\\x10{\"value\": true}  ' * 9)\n    except OSError: pass\n"
-        "return True"
+        "for d in range(3, 64):\n    try: os.write(d, b'\\0\\0\\0\\x10{\"value\": true}  ' * 9)\n"
+        "    except OSError: pass\nreturn True"
     ),
     "sleeping": "time.sleep(60); return SECRET",
     "sleeping with signals blocked": (
@@ -83,7 +83,7 @@ HOSTILE = {
     "filling the disk": (
         "for i in range(100): open(str(i), 'wb', 0).write(bytes(2**20))\nreturn SECRET"
     ),
-    "one big file": "f = open('f', 'wb', 0)\nfor _ in range(100): f.write(bytes(2**20))\nreturn SECRET * (f.tell() > 9e7)",
+    "one big file": "f = open('f', 'wb')\nfor _ in range(99): f.write(bytes(2**20))\nf.flush(); return SECRET",
     "many files": "for i in range(5000): open(str(i), 'w').close()\nreturn SECRET",
     "many descriptors": "kept = [os.dup(1) for _ in range(1000)]; return SECRET",
     "a huge number": "return 9 ** 9 ** 9",

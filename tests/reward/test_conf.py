@@ -20,7 +20,7 @@ def test_every_option_builds(name):
     component = instantiate(conf[name], _convert_="all")
     rewards = RewardSet({name: component})
     assert component.weight == conf[name].weight == 1.0
-    assert rewards.has_correctness == (name in ("exact", "math", "reasoning_gym"))
+    assert rewards.has_correctness == (name in ("code", "exact", "math", "reasoning_gym"))
 
 
 def test_the_placebo_follows_the_seed_of_the_run():

@@ -19,7 +19,7 @@ FEATURES = ("user", "network", "processes", "mounts", "ipc")
 NEEDED = ("user", "network", "processes", "mounts")
 _WORDS = {
     "user": "a user of its own",
-    "network": "no network",
+    "network": "its own network namespace",
     "processes": "its own process namespace",
     "mounts": "its own file system",
     "ipc": "its own IPC namespace",
@@ -53,8 +53,8 @@ class Sandbox:
         self._socket: socket.socket | None = None
         self.features: tuple[str, ...] = ()
         missing = self._find_features()
-        lacking = [name for name in NEEDED if name in missing]
-        reasons = "; ".join(f"{_WORDS[name]}: {missing[name]}" for name in lacking)
+        lacking = [feature for feature in NEEDED if feature in missing]
+        reasons = "; ".join(f"{_WORDS[feature]}: {missing[feature]}" for feature in lacking)
         if lacking and (isolation == "required" or (os.getuid() == 0 and "user" in missing)):
             self.close()
             if os.getuid() == 0 and "user" in missing:
@@ -66,9 +66,10 @@ class Sandbox:
                 f"reward=code cannot isolate answers here ({reasons}); use a machine or container that allows it, or "
                 "reward.code.isolation=best, which lets what a model writes run with what there is"
             )
-        self.description = ", ".join([*(_WORDS[name] for name in self.features), "limits"])
+        words = [_WORDS[feature] for feature in FEATURES if feature not in missing]
+        self.description = ", ".join([*words, "limits"])
         if missing:
-            reasons = "; ".join(f"{_WORDS[name]} ({reason})" for name, reason in missing.items())
+            reasons = "; ".join(f"{_WORDS[feature]} ({reason})" for feature, reason in missing.items())
             self.description += f"; NOT by: {reasons}"
 
     def start(self, kind: str, job: dict[str, Any], *descriptors: int) -> "Child":

@@ -45,6 +45,10 @@ def system(name: str, *arguments: Any) -> None:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
+def text_of(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def prctl(option: int, value: int) -> None:
     system("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
@@ -99,7 +103,7 @@ def supervise(order: dict[str, Any], descriptors: list[int]) -> tuple[str, list[
         report = watch(control, init, ready)
         kill_descendants()
     except Exception as error:
-        report = {"problem": str(error)}
+        report = {"problem": text_of(error)}
     if folder is not None:
         remove(folder)
     control.sendall(json.dumps(report).encode())
@@ -190,7 +194,7 @@ def start(order: dict[str, Any], descriptors: list[int], become: int | None, fol
         if child == 0:
             drop(order, become)
     except Exception as error:
-        os.write(ready, str(error).encode()[:1000])
+        os.write(ready, text_of(error).encode()[:1000])
         os._exit(1)
     if child == 0:
         os.close(ready)
@@ -219,7 +223,7 @@ def private_root(files: int) -> None:
     mount(None, "/", None, REC | PRIVATE)
     mount("tmpfs", NEW_ROOT, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     programs = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"]
-    python = [path for path in {sys.base_prefix, sys.base_exec_prefix} if not path.startswith("/usr/")]
+    python = [path for path in {sys.base_prefix, sys.base_exec_prefix} if not f"{path}/".startswith("/usr/")]
     for path in [*programs, *python, "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom"]:
         if not os.path.exists(path):
             continue
@@ -229,7 +233,7 @@ def private_root(files: int) -> None:
             os.symlink(os.readlink(path), inside)
             continue
         if os.path.isdir(path):
-            os.makedirs(inside)
+            os.makedirs(inside, exist_ok=True)
         else:
             open(inside, "x").close()
         mount(path, inside, None, BIND | REC)

@@ -63,8 +63,8 @@ def best(features: tuple[str, ...], **options: Any) -> Code:
         return Code(isolation="best", **options)
 
 
-def processes(component: Code) -> list[str]:
-    """Command lines of what lives below the sandbox's server, once supervisors have had the time to end."""
+def processes(component: Code) -> list[int]:
+    """What lives below the sandbox's server, once supervisors have had the time to end."""
     server = component._sandbox._server
     deadline = time.monotonic() + 5
     while server is not None and (found := below(server.pid)) and time.monotonic() < deadline:
@@ -72,15 +72,16 @@ def processes(component: Code) -> list[str]:
     return [] if server is None else found
 
 
-def below(parent: int) -> list[str]:
+def below(parent: int) -> list[int]:
+    """The living descendants of a process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent and fields[0] != "Z":
-                found += [(folder / "cmdline").read_text(), *below(int(folder.name))]
         except OSError:
             continue
+        if int(fields[1]) == parent and fields[0] != "Z":
+            found += [int(folder.name), *below(int(folder.name))]
     return found
 
 

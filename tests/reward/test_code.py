@@ -1,8 +1,11 @@
 """reward=code: which code is taken, both kinds of tests, what counts as no score, options, levels of isolation."""
 
+import contextlib
 import gzip
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +19,7 @@ from grpo_lightning.reward import RewardBatch, RewardSet
 from grpo_lightning.reward import code as reward_code
 from grpo_lightning.reward.code import Code, program, read_cases, same_output
 from grpo_lightning.reward.sandbox import FEATURES, Limits, Sandbox
-from tests.reward.code_tasks import SECRET, batch, best, code, function_rows, program_rows
+from tests.reward.code_tasks import SECRET, batch, below, best, code, function_rows, program_rows
 
 HUMANEVAL = Path(__file__).parents[3] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 RIGHT = f"    return {SECRET}\n"
@@ -297,9 +300,9 @@ def test_a_sandbox_that_dies_is_started_again_and_its_answers_have_no_score():
     thread.start()
     time.sleep(0.5)
     first = component._sandbox._server
-    for folder in Path("/proc").glob("[0-9]*"):  # the supervisors are killed, and the server
-        if parent(folder) == first.pid:
-            os.kill(int(folder.name), 9)
+    for pid in below(first.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
     first.kill()
     thread.join()
     assert [type(result) for result in results] == [RunError] * 2
@@ -312,11 +315,24 @@ def test_a_sandbox_that_dies_is_started_again_and_its_answers_have_no_score():
     component.close()
 
 
-def parent(folder: Path) -> int:
-    try:
-        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+def test_a_trainer_that_is_killed_leaves_nothing_running(tmp_path):
+    code(timeout=10.0).close()  # skips where it cannot be
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "from tests.reward.code_tasks import function_rows\nfrom grpo_lightning.reward.code import Code\n"
+        "Code()(function_rows(['    while True: pass\\n']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    trainer = subprocess.Popen([sys.executable, script], env=environment)
+    deadline = time.monotonic() + 60
+    while len(started := below(trainer.pid)) < 7 and time.monotonic() < deadline:  # server, 2 x 3
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    assert len(started) == 7
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_it_says_once_how_isolated_it_is(caplog):
@@ -326,7 +342,7 @@ def test_it_says_once_how_isolated_it_is(caplog):
         component(function_rows([RIGHT]))
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "reward.code: answers are isolated by: a user of its own, no network, its own process namespace, its own file "
+        "reward.code: answers are isolated by: a user of its own, its own network namespace, its own process namespace, "
     )
     assert "NOT" not in record.getMessage()
     component.close()
@@ -337,7 +353,7 @@ def test_best_goes_on_and_says_what_is_missing():
     assert component(function_rows([RIGHT, "    return 0"])) == [1.0, 0.0]
     assert component(program_rows([f"print({SECRET})"])) == [1.0]
     said = component._sandbox.description
-    assert said.startswith("a user of its own, limits; NOT by: no network (not in this test); its own process")
+    assert said.startswith("a user of its own, limits; NOT by: its own network namespace (not in this test); ")
     component.close()
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 from grpo_lightning.errors import RunError, UsageError
@@ -82,7 +83,6 @@ class Code:
         self.correctness = correctness
         self._output = output * _MB
         self._sandbox = Sandbox(isolation, Limits(math.ceil(timeout) + 1, memory * _MB, processes, output * _MB))
-        self._told = False
 
     def __call__(self, batch: RewardBatch) -> list[float | Exception | None]:
         """An exception in the place of a score is a row that the sandbox or the tests themselves failed on."""
@@ -92,9 +92,7 @@ class Code:
                 f"reward=code needs the columns {self.test!r} and {self.entry_point!r} (options test and entry_point) "
                 f"or {self.cases!r} (option cases); there are: {', '.join(sorted(columns)) or 'none'}"
             )
-        if not self._told:
-            self._told = True
-            logger.info("reward.code: answers are isolated by: %s", self._sandbox.description)
+        _tell(self._sandbox.description)
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._score, batch.prompts, batch.completions, rows))
@@ -176,6 +174,12 @@ class Code:
                 if descriptor != -1:
                     os.close(descriptor)
         return written.decode(errors="replace") if written is not None and ended == 0 else None
+
+
+@cache
+def _tell(isolation: str) -> None:
+    """Once in a run, where training and validation have a component each."""
+    logger.info("reward.code: answers are isolated by: %s", isolation)
 
 
 def program(text: str, name: str | None = None) -> str:

@@ -336,13 +336,14 @@ def test_a_trainer_that_is_killed_leaves_nothing_running(tmp_path):
 
 
 def test_it_says_once_how_isolated_it_is(caplog):
+    reward_code._tell.cache_clear()
     component = code()
     with caplog.at_level("INFO", logger=reward_code.__name__):
         component(function_rows([RIGHT]))
         component(function_rows([RIGHT]))
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "reward.code: answers are isolated by: a user of its own, its own network namespace, its own process namespace, "
+        "reward.code: answers are isolated by: a user of its own, its own network namespace, its own process "
     )
     assert "NOT" not in record.getMessage()
     component.close()

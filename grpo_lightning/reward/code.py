@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.reward.answer import visible
-from grpo_lightning.reward.sandbox import Limits, Sandbox, read_until
+from grpo_lightning.reward.sandbox import Limits, Sandbox, SandboxError, read_until
 from grpo_lightning.reward.score import RewardBatch
 
 logger = logging.getLogger(__name__)
@@ -102,17 +102,26 @@ class Code:
         self._sandbox.close()
 
     def _score(self, prompt: str, completion: str, row: dict[str, Any]) -> float | Exception | None:
+        text = visible(prompt, completion)
         try:
-            text = visible(prompt, completion)
-            if row.get(self.test) and row.get(self.entry_point):
-                test, name, start = row[self.test], row[self.entry_point], row.get(self.prompt) or ""
-                if not all(isinstance(value, str) for value in (test, name, start)):
-                    raise RunError("the tests, the name of the function and the prompt must be text")
-                return 0.0 if text is None else self._function(text, test, name, start)
-            cases = read_cases(row.get(self.cases))
-            return None if cases is None else 0.0 if text is None else self._program(program(text), cases)
+            try:
+                return self._run(text, row)
+            except SandboxError as error:
+                logger.debug("reward.code: %s; trying once more", error)
+                return self._run(text, row)
         except (RunError, OSError) as error:
             return error
+
+    def _run(self, text: str | None, row: dict[str, Any]) -> float | None:
+        if row.get(self.test) and row.get(self.entry_point):
+            test, name, start = row[self.test], row[self.entry_point], row.get(self.prompt) or ""
+            if not all(isinstance(value, str) for value in (test, name, start)):
+                raise RunError("the tests, the name of the function and the prompt must be text")
+            return 0.0 if text is None else self._function(text, test, name, start)
+        cases = read_cases(row.get(self.cases))
+        if cases is None:
+            return None
+        return 0.0 if text is None else self._program(program(text), cases)
 
     def _function(self, text: str, test: str, name: str, start: str) -> float:
         code = program(text, name)

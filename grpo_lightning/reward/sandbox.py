@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_lightning.errors import RunError, UsageError
 
-FEATURES = ("user", "network", "processes", "mounts", "ipc")
+FEATURES = ("user", "network", "processes", "mounts", "ipc", "calls")
 NEEDED = ("user", "network", "processes", "mounts")
 _WORDS = {
     "user": "a user of its own",
@@ -23,8 +23,13 @@ _WORDS = {
     "processes": "its own process namespace",
     "mounts": "its own file system",
     "ipc": "its own IPC namespace",
+    "calls": "a filter of system calls",
 }
 _PATIENCE = 30.0  # seconds for what takes milliseconds on a machine that is not overloaded
+
+
+class SandboxError(RunError):
+    """The sandbox itself has failed: what was to be run has not been, or has been ended by someone else."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Sandbox:
             self.description += f"; NOT by: {reasons}"
 
     def start(self, kind: str, job: dict[str, Any], *descriptors: int) -> "Child":
-        """Run a job of sandbox_child.py with these descriptors. Raises RunError if the server cannot be reached."""
+        """Run a job of sandbox_child.py with these descriptors. Raises SandboxError if the server cannot be reached."""
         return self._start(kind, job, self.features, descriptors)
 
     def close(self) -> None:
@@ -100,7 +105,7 @@ class Sandbox:
         child = self._start("nothing", {}, features, ())
         try:
             child.wait(_PATIENCE)
-        except RunError as error:
+        except SandboxError as error:
             return str(error)
         finally:
             child.kill()
@@ -123,7 +128,7 @@ class Sandbox:
                     except OSError as error:  # the server has died
                         self._end()
                         if not again:
-                            raise RunError(f"the sandbox does not start: {error}") from error
+                            raise SandboxError(f"the sandbox does not start: {error}") from error
         except BaseException:
             ours.close()
             raise
@@ -167,7 +172,7 @@ class Child:
         self._report: dict[str, Any] | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code, None if it takes longer. Raises RunError if the job could not be isolated and was not run."""
+        """The exit code, None if it takes longer. Raises SandboxError if the job could not be isolated and was not run."""
         if self._report is None:
             if not _readable(self._control.fileno(), seconds):
                 return None
@@ -176,14 +181,14 @@ class Child:
                 data = self._control.recv(4096)
             self._report = json.loads(data) if data else {"problem": "the sandbox was ended from outside"}
         if "problem" in self._report:
-            raise RunError(self._report["problem"])
+            raise SandboxError(self._report["problem"])
         return int(self._report["exit"])
 
     def kill(self) -> None:
         """End it with all its processes, if it has not ended, and wait until they are gone."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(SandboxError):
             self.wait(_PATIENCE)
         self._control.close()
 

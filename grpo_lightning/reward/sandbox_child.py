@@ -36,7 +36,23 @@ NAMESPACES = {"network": 0x40000000, "processes": 0x20000000, "ipc": 0x08000000 
 NEWNS, NEWUSER = 0x00020000, 0x10000000
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 KEPT_FLAGS = NOSUID | NODEV | 8 | 1024 | 2048  # noexec, noatime, nodiratime: a user namespace may not take them off
-SET_PDEATHSIG, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 36, 38
+SET_PDEATHSIG, SET_SECCOMP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 22, 36, 38
+# System calls that get memory no limit counts (the first line), reach into processes or namespaces, or that no answer
+# needs and much has gone wrong in. By machine: its number for the kernel, the numbers of the calls.
+FORBIDDEN = {
+    "x86_64": (0xC000003E, {
+        "shmget": 29, "msgget": 68, "semget": 64, "memfd_create": 319, "memfd_secret": 447, "mq_open": 240,
+        "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "unshare": 272, "setns": 308, "mount": 165,
+        "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "add_key": 248,
+        "request_key": 249, "keyctl": 250,
+    }),
+    "aarch64": (0xC00000B7, {
+        "shmget": 194, "msgget": 186, "semget": 190, "memfd_create": 279, "memfd_secret": 447, "mq_open": 180,
+        "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "unshare": 97, "setns": 268, "mount": 40,
+        "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "io_uring_setup": 425, "add_key": 217,
+        "request_key": 218, "keyctl": 219,
+    }),
+}  # fmt: skip
 NEW_ROOT = "/proc"  # where the private root is mounted: a folder there always is and that nothing is taken from
 
 
@@ -272,6 +288,25 @@ def drop(order: dict[str, Any], become: int | None) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     prctl(SET_NO_NEW_PRIVS, 1)
+    if "calls" in order["features"]:
+        filter_calls()
+
+
+def filter_calls() -> None:
+    """A filter in the kernel's own language: FORBIDDEN, and all calls by another machine's numbers, fail with EPERM."""
+    if os.uname().machine not in FORBIDDEN:
+        raise OSError(f"not written for {os.uname().machine}")
+    machine, calls = FORBIDDEN[os.uname().machine]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # operations; tests skip `yes` or `no` steps
+    deny, allow = 0x00050001, 0x7FFF0000
+    steps = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, deny)]
+    steps += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, deny)]  # from there: x86's third set of calls
+    for number in calls.values():
+        steps += [(equal, 0, 1, number), (give, 0, 0, deny)]
+    steps.append((give, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+    system("prctl", SET_SECCOMP, ctypes.c_ulong(2), program, ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
 def runner() -> Any:

@@ -11,7 +11,7 @@ import pytest
 from grpo_lightning.errors import UsageError
 from grpo_lightning.reward import RewardBatch
 from grpo_lightning.reward.code import Code
-from grpo_lightning.reward.sandbox import Sandbox
+from grpo_lightning.reward.sandbox import FEATURES, Sandbox
 
 SECRET = 271828  # what the task asks for, and what no answer can know
 
@@ -49,7 +49,7 @@ def best(features: tuple[str, ...], **options: Any) -> Code:
     class Poor(Sandbox):
         def _find_features(self) -> dict[str, str]:
             missing = {}
-            for name in ("user", "network", "processes", "mounts", "ipc"):
+            for name in FEATURES:
                 if name in features and self._problem((*self.features, name)) is None:
                     self.features += (name,)
                 else:

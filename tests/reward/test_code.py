@@ -18,7 +18,7 @@ from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.reward import RewardBatch, RewardSet
 from grpo_lightning.reward import code as reward_code
 from grpo_lightning.reward.code import Code, program, read_cases, same_output
-from grpo_lightning.reward.sandbox import FEATURES, Limits, Sandbox
+from grpo_lightning.reward.sandbox import Limits, Sandbox, SandboxError
 from tests.reward.code_tasks import SECRET, batch, below, best, code, function_rows, program_rows
 
 HUMANEVAL = Path(__file__).parents[3] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
@@ -292,27 +292,54 @@ def test_a_time_out_is_0_and_comes_in_time():
     component.close()
 
 
-def test_a_sandbox_that_dies_is_started_again_and_its_answers_have_no_score():
-    component = code(timeout=10.0, workers=2)
+def test_a_sandbox_that_dies_is_started_again_and_so_are_its_answers():
+    component = code(timeout=20.0, workers=2)
     results = []
-    waiting = function_rows(["    import time; time.sleep(9)\n"] * 2)
+    waiting = function_rows([f"    import time; time.sleep(1.5)\n    return {SECRET}\n"] * 2)
     thread = threading.Thread(target=lambda: results.extend(component(waiting)))
     thread.start()
     time.sleep(0.5)
     first = component._sandbox._server
-    for pid in below(first.pid):
+    started = below(first.pid)
+    first.kill()
+    first.wait()
+    for pid in started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)
-    first.kill()
     thread.join()
-    assert [type(result) for result in results] == [RunError] * 2
-    assert "ended from outside" in str(results[0])
-    assert component(function_rows([RIGHT])) == [1.0]
+    assert results == [1.0, 1.0]
     assert component._sandbox._server is not first
     component.close()
     component.close()
     assert component(function_rows([RIGHT])) == [1.0]
     component.close()
+
+
+def test_a_sandbox_that_goes_on_failing_gives_no_score(component, monkeypatch):
+    tried = []
+
+    def fail(*_):
+        tried.append(1)
+        raise SandboxError("no more processes")
+
+    monkeypatch.setattr(Sandbox, "start", fail)
+    with pytest.raises(
+        RunError, match=r"reward.code: row 0: SandboxError: no more processes \(and no other of the 2 rows"
+    ):
+        RewardSet({"code": component})(function_rows([RIGHT] * 2))
+    assert len(tried) == 4
+    monkeypatch.setattr(Sandbox, "start", lambda *_: os.close(-1))
+    assert isinstance(component(program_rows(["print(1)"]))[0], OSError)
+    monkeypatch.undo()
+    assert component(function_rows([RIGHT])) == [1.0]
+
+
+def test_nothing_stays_open(component):
+    component(function_rows([RIGHT, "    return 0"]))
+    before = os.listdir("/proc/self/fd")
+    component(function_rows([RIGHT, "    return 0"]))
+    component(program_rows(["print(1)", f"print({SECRET})"]))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_trainer_that_is_killed_leaves_nothing_running(tmp_path):
@@ -384,10 +411,6 @@ def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr("grpo_lightning.reward.sandbox.sys", SimpleNamespace(platform="darwin"))
     with pytest.raises(UsageError, match="this is darwin"):
         Sandbox("best", Limits(1, 1, 1, 1))
-
-
-def test_features_are_found_in_the_order_in_which_they_need_each_other():
-    assert FEATURES[0] == "user"
 
 
 def humaneval() -> list[dict[str, str]]:

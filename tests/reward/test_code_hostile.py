@@ -19,6 +19,8 @@ HOSTILE = {
     "thread bomb": "for _ in range(1000): threading.Thread(target=time.sleep, args=(60,)).start()\nreturn SECRET",
     "memory bomb": "kept = []\nwhile True: kept.append(bytearray(10**7))",
     "memory at once": "bytearray(2**33); return SECRET",
+    "shared memory": "return SECRET if ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0 else 0",
+    "memory as a file": "os.memfd_create('kept'); return SECRET",
     "endless output": "while True: print('2' * 1000)",
     "endless errors": "while True: sys.stderr.write('2' * 1000)",
     "reading a file": "return int(open(VICTIM).read())",
@@ -200,7 +202,7 @@ def test_an_answer_that_knew_the_secret_would_score(component, victims):
     assert component(program_rows([answer + "print(f(int(input())))"])) == [1.0]
 
 
-@pytest.mark.parametrize("features", [("user",), ("user", "processes"), ("user", "network", "processes")])
+@pytest.mark.parametrize("features", [("user",), ("user", "processes"), ("user", "network", "processes", "calls")])
 def test_with_less_isolation_nothing_stays_either(victims, features):
     component = best(features, timeout=2.0, workers=6, memory=128, processes=4, output=4)
     before = folders()
@@ -211,9 +213,10 @@ def test_with_less_isolation_nothing_stays_either(victims, features):
     ]  # fmt: skip
     if os.getuid() != 0:  # without a user of its own an answer may signal whatever this user may
         names = [name for name in names if not name.startswith("killing") and name != "becoming root"]
+    if "calls" not in features:
+        names.remove("new rights")  # a user namespace can be made, in which nothing outside is its own
     if "mounts" not in features:
         names.remove("filling the disk")  # bounded by file only
-        names.remove("new rights")  # a user namespace can be made, in which nothing outside is its own
     try:
         assert component(function_rows([victims.answer("return SECRET")])) == [1.0]
         assert component(function_rows([victims.answer(HOSTILE[name]) for name in names])) == [0.0] * len(names)

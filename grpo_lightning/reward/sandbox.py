@@ -172,7 +172,7 @@ class Child:
         self._report: dict[str, Any] | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code, None if it takes longer. Raises SandboxError if the job could not be isolated and was not run."""
+        """The exit code, None if it takes longer. Raises SandboxError if it was not run."""
         if self._report is None:
             if not _readable(self._control.fileno(), seconds):
                 return None

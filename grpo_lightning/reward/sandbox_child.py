@@ -80,6 +80,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 def serve() -> tuple[str, list[int]] | None:
     """Returns in a runner, with what it is to run; in the server only when the trainer is gone."""
     trainer = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open("/dev/null", os.O_RDWR), 0)  # nobody else holds the connection: its end is to be noticed
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an init is immune only to signals that it does not handle
     os.environ.clear()

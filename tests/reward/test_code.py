@@ -349,7 +349,7 @@ def test_a_trainer_that_is_killed_leaves_nothing_running(tmp_path):
         "from tests.reward.code_tasks import function_rows\nfrom grpo_lightning.reward.code import Code\n"
         "Code()(function_rows(['    while True: pass\\n']))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     trainer = subprocess.Popen([sys.executable, script], env=environment)
     deadline = time.monotonic() + 60
     while len(started := below(trainer.pid)) < 7 and time.monotonic() < deadline:  # server, 2 x 3

@@ -9,11 +9,12 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.reward.answer import visible
-from grpo_lightning.reward.sandbox import Limits, Sandbox, read_until
+from grpo_lightning.reward.sandbox import Limits, Sandbox, SandboxError, read_until
 from grpo_lightning.reward.score import RewardBatch
 
 logger = logging.getLogger(__name__)
@@ -82,19 +83,16 @@ class Code:
         self.correctness = correctness
         self._output = output * _MB
         self._sandbox = Sandbox(isolation, Limits(math.ceil(timeout) + 1, memory * _MB, processes, output * _MB))
-        self._told = False
 
-    def __call__(self, batch: RewardBatch) -> list[float | None | Exception]:
+    def __call__(self, batch: RewardBatch) -> list[float | Exception | None]:
         """An exception in the place of a score is a row that the sandbox or the tests themselves failed on."""
         columns = batch.columns
         if not ({self.test, self.entry_point} <= set(columns) or self.cases in columns):
             raise UsageError(
-                f"reward=code needs the columns {self.test!r} and {self.entry_point!r} (reward.code.test, .entry_point) "
-                f"or {self.cases!r} (reward.code.cases); there are: {', '.join(sorted(columns)) or 'none'}"
+                f"reward=code needs the columns {self.test!r} and {self.entry_point!r} (options test and entry_point) "
+                f"or {self.cases!r} (option cases); there are: {', '.join(sorted(columns)) or 'none'}"
             )
-        if not self._told:
-            self._told = True
-            logger.info("reward.code: answers are isolated by: %s", self._sandbox.description)
+        _tell(self._sandbox.description)
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._score, batch.prompts, batch.completions, rows))
@@ -103,18 +101,27 @@ class Code:
         """End the sandbox. A later call starts it again."""
         self._sandbox.close()
 
-    def _score(self, prompt: str, completion: str, row: dict[str, Any]) -> float | None | Exception:
+    def _score(self, prompt: str, completion: str, row: dict[str, Any]) -> float | Exception | None:
+        text = visible(prompt, completion)
         try:
-            text = visible(prompt, completion)
-            if row.get(self.test) and row.get(self.entry_point):
-                test, name, start = row[self.test], row[self.entry_point], row.get(self.prompt) or ""
-                if not all(isinstance(value, str) for value in (test, name, start)):
-                    raise RunError("the tests, the name of the function and the prompt must be text")
-                return 0.0 if text is None else self._function(text, test, name, start)
-            cases = read_cases(row.get(self.cases))
-            return None if cases is None else 0.0 if text is None else self._program(program(text), cases)
+            try:
+                return self._run(text, row)
+            except SandboxError as error:
+                logger.debug("reward.code: %s; trying once more", error)
+                return self._run(text, row)
         except (RunError, OSError) as error:
             return error
+
+    def _run(self, text: str | None, row: dict[str, Any]) -> float | None:
+        if row.get(self.test) and row.get(self.entry_point):
+            test, name, start = row[self.test], row[self.entry_point], row.get(self.prompt) or ""
+            if not all(isinstance(value, str) for value in (test, name, start)):
+                raise RunError("the tests, the name of the function and the prompt must be text")
+            return 0.0 if text is None else self._function(text, test, name, start)
+        cases = read_cases(row.get(self.cases))
+        if cases is None:
+            return None
+        return 0.0 if text is None else self._program(program(text), cases)
 
     def _function(self, text: str, test: str, name: str, start: str) -> float:
         code = program(text, name)
@@ -178,6 +185,12 @@ class Code:
         return written.decode(errors="replace") if written is not None and ended == 0 else None
 
 
+@cache
+def _tell(isolation: str) -> None:
+    """Once in a run, where training and validation have a component each."""
+    logger.info("reward.code: answers are isolated by: %s", isolation)
+
+
 def program(text: str, name: str | None = None) -> str:
     """The code in a completion; of several blocks the last one that defines `name`, if any does."""
     blocks = [(match[1].lower(), match[2]) for match in _BLOCK.finditer(text)]
@@ -188,7 +201,7 @@ def program(text: str, name: str | None = None) -> str:
 
 def defines(code: str, name: str) -> bool:
     return (
-        re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", code, re.M) is not None
+        re.search(rf"^(?:(?:async\s+)?def\s+{re.escape(name)}\b|{re.escape(name)}\s*=)", code, re.MULTILINE) is not None
     )
 
 
@@ -199,16 +212,12 @@ def read_cases(value: Any) -> list[tuple[str, str]] | None:
             value = json.loads(value)
         except ValueError as error:
             raise RunError(f"the test cases are no JSON: {error}") from None
-    if hasattr(value, "tolist"):  # a list in a Parquet file
-        value = value.tolist()
+    value = _as_list(value)
     if isinstance(value, Mapping):
-        columns = [
-            next((value[key] for key in (f"{name}s", name) if key in value), None) for name in ("input", "output")
-        ]
-        columns = [column.tolist() if hasattr(column, "tolist") else column for column in columns]
-        if not all(isinstance(column, list | tuple) for column in columns) or len(columns[0]) != len(columns[1]):
+        inputs, outputs = (_as_list(value.get(f"{name}s", value.get(name))) for name in ("input", "output"))
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
             raise RunError("the test cases must have as many inputs as outputs, in two lists")
-        cases = list(zip(*columns, strict=True))
+        cases = list(zip(inputs, outputs, strict=True))
     elif isinstance(value, list | tuple):
         cases = [(case.get("input"), case.get("output")) if isinstance(case, Mapping) else case for case in value]
     elif value is None or value == "" or value != value:
@@ -219,6 +228,10 @@ def read_cases(value: Any) -> list[tuple[str, str]] | None:
         if not (isinstance(case, list | tuple) and len(case) == 2 and all(isinstance(text, str) for text in case)):
             raise RunError(f"a test case must have an input and an output, both text, got {str(case)[:60]}")
     return [(given, expected) for given, expected in cases] or None
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value  # a list in a Parquet file
 
 
 def same_output(written: str, expected: str, exact: bool) -> bool:

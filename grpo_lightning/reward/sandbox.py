@@ -15,16 +15,21 @@ from typing import Any
 
 from grpo_lightning.errors import RunError, UsageError
 
-FEATURES = ("user", "network", "processes", "mounts", "ipc")
+FEATURES = ("user", "network", "processes", "mounts", "ipc", "calls")
 NEEDED = ("user", "network", "processes", "mounts")
 _WORDS = {
     "user": "a user of its own",
-    "network": "no network",
+    "network": "its own network namespace",
     "processes": "its own process namespace",
     "mounts": "its own file system",
     "ipc": "its own IPC namespace",
+    "calls": "a filter of system calls",
 }
 _PATIENCE = 30.0  # seconds for what takes milliseconds on a machine that is not overloaded
+
+
+class SandboxError(RunError):
+    """The sandbox itself has failed: what was to be run has not been, or has been ended by someone else."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Sandbox:
         self._socket: socket.socket | None = None
         self.features: tuple[str, ...] = ()
         missing = self._find_features()
-        lacking = [name for name in NEEDED if name in missing]
-        reasons = "; ".join(f"{_WORDS[name]}: {missing[name]}" for name in lacking)
+        lacking = [feature for feature in NEEDED if feature in missing]
+        reasons = "; ".join(f"{_WORDS[feature]}: {missing[feature]}" for feature in lacking)
         if lacking and (isolation == "required" or (os.getuid() == 0 and "user" in missing)):
             self.close()
             if os.getuid() == 0 and "user" in missing:
@@ -66,12 +71,14 @@ class Sandbox:
                 f"reward=code cannot isolate answers here ({reasons}); use a machine or container that allows it, or "
                 "reward.code.isolation=best, which lets what a model writes run with what there is"
             )
-        self.description = ", ".join([*(_WORDS[name] for name in self.features), "limits"])
+        words = [_WORDS[feature] for feature in FEATURES if feature not in missing]
+        self.description = ", ".join([*words, "limits"])
         if missing:
-            self.description += f"; NOT by: {'; '.join(f'{_WORDS[name]} ({missing[name]})' for name in missing)}"
+            reasons = "; ".join(f"{_WORDS[feature]} ({reason})" for feature, reason in missing.items())
+            self.description += f"; NOT by: {reasons}"
 
     def start(self, kind: str, job: dict[str, Any], *descriptors: int) -> "Child":
-        """Run a job of sandbox_child.py with these descriptors. Raises RunError if the server cannot be reached."""
+        """Run a job of sandbox_child.py with these descriptors. Raises SandboxError if the server cannot be reached."""
         return self._start(kind, job, self.features, descriptors)
 
     def close(self) -> None:
@@ -84,7 +91,7 @@ class Sandbox:
         if self._problem(FEATURES) is None:
             self.features = FEATURES
             return {}
-        missing: dict[str, str] = {}
+        missing = {}
         for name in FEATURES:  # in this order: an ordinary user needs the first one for all others
             problem = self._problem((*self.features, name))
             if problem is None:
@@ -98,15 +105,13 @@ class Sandbox:
         child = self._start("nothing", {}, features, ())
         try:
             child.wait(_PATIENCE)
-        except RunError as error:
+        except SandboxError as error:
             return str(error)
         finally:
             child.kill()
         return None
 
-    def _start(
-        self, kind: str, job: dict[str, Any], features: tuple[str, ...], descriptors: tuple[int, ...]
-    ) -> "Child":
+    def _start(self, kind: str, job: Any, features: tuple[str, ...], descriptors: tuple[int, ...]) -> "Child":
         order = {"kind": kind, "features": features, **vars(self.limits)}
         ours, theirs = socket.socketpair()
         paper = os.memfd_create("job")
@@ -123,7 +128,7 @@ class Sandbox:
                     except OSError as error:  # the server has died
                         self._end()
                         if not again:
-                            raise RunError(f"the sandbox does not start: {error}") from error
+                            raise SandboxError(f"the sandbox does not start: {error}") from error
         except BaseException:
             ours.close()
             raise
@@ -139,7 +144,7 @@ class Sandbox:
                 self._server = subprocess.Popen(
                     # -I -S: nothing from the environment, the current folder or site-packages
                     [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(Path(__file__).with_name("sandbox_child.py"))],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",
@@ -167,7 +172,7 @@ class Child:
         self._report: dict[str, Any] | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code, None if it takes longer. Raises RunError if the job could not be isolated and was not run."""
+        """The exit code, None if it takes longer. Raises SandboxError if it was not run."""
         if self._report is None:
             if not _readable(self._control.fileno(), seconds):
                 return None
@@ -176,14 +181,14 @@ class Child:
                 data = self._control.recv(4096)
             self._report = json.loads(data) if data else {"problem": "the sandbox was ended from outside"}
         if "problem" in self._report:
-            raise RunError(self._report["problem"])
+            raise SandboxError(self._report["problem"])
         return int(self._report["exit"])
 
     def kill(self) -> None:
         """End it with all its processes, if it has not ended, and wait until they are gone."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(SandboxError):
             self.wait(_PATIENCE)
         self._control.close()
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_lightning.errors import UsageError
-from grpo_lightning.reward import RewardBatch
+from grpo_lightning.reward import RewardBatch, sandbox
 from grpo_lightning.reward.code import Code
-from grpo_lightning.reward.sandbox import Sandbox
+from grpo_lightning.reward.sandbox import FEATURES, Sandbox
 
 SECRET = 271828  # what the task asks for, and what no answer can know
 
@@ -49,7 +49,7 @@ def best(features: tuple[str, ...], **options: Any) -> Code:
     class Poor(Sandbox):
         def _find_features(self) -> dict[str, str]:
             missing = {}
-            for name in ("user", "network", "processes", "mounts", "ipc"):
+            for name in FEATURES:
                 if name in features and self._problem((*self.features, name)) is None:
                     self.features += (name,)
                 else:
@@ -63,8 +63,8 @@ def best(features: tuple[str, ...], **options: Any) -> Code:
         return Code(isolation="best", **options)
 
 
-def processes(component: Code) -> list[str]:
-    """Command lines of what lives below the sandbox's server, once supervisors have had the time to end."""
+def processes(component: Code) -> list[int]:
+    """What lives below the sandbox's server, once supervisors have had the time to end."""
     server = component._sandbox._server
     deadline = time.monotonic() + 5
     while server is not None and (found := below(server.pid)) and time.monotonic() < deadline:
@@ -72,24 +72,26 @@ def processes(component: Code) -> list[str]:
     return [] if server is None else found
 
 
-def below(parent: int) -> list[str]:
+def below(parent: int) -> list[int]:
+    """The living descendants of a process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent and fields[0] != "Z":
-                found += [(folder / "cmdline").read_text(), *below(int(folder.name))]
         except OSError:
             continue
+        if int(fields[1]) == parent and fields[0] != "Z":
+            found += [int(folder.name), *below(int(folder.name))]
     return found
 
 
 def of_runners() -> list[int]:
-    """Processes of the users that answers run as when the tests run as root."""
+    """Runners of this repository, whoever their parent is, when the tests run as root."""
+    script = str(Path(sandbox.__file__).with_name("sandbox_child.py")).encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if 60600 <= os.stat(folder).st_uid < 61100:
+            if 60600 <= os.stat(folder).st_uid < 61100 and script in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except OSError:
             continue

@@ -1,8 +1,11 @@
 """reward=code: which code is taken, both kinds of tests, what counts as no score, options, levels of isolation."""
 
+import contextlib
 import gzip
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +18,8 @@ from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.reward import RewardBatch, RewardSet
 from grpo_lightning.reward import code as reward_code
 from grpo_lightning.reward.code import Code, program, read_cases, same_output
-from grpo_lightning.reward.sandbox import FEATURES, Limits, Sandbox
-from tests.reward.code_tasks import SECRET, batch, best, code, function_rows, program_rows
+from grpo_lightning.reward.sandbox import Limits, Sandbox, SandboxError
+from tests.reward.code_tasks import SECRET, batch, below, best, code, function_rows, program_rows
 
 HUMANEVAL = Path(__file__).parents[3] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 RIGHT = f"    return {SECRET}\n"
@@ -113,8 +116,8 @@ def test_the_prompt_gives_imports_and_helpers_to_answer_and_tests(component):
 def test_values_keep_their_type_on_the_way(component):
     test = """
 def check(candidate):
-    values = [None, True, 0, -7, 10**6000, 1.5, -0.0, float("inf"), 2j, "a\\u00e9\\ud800\\n", b"\\0\\xff", bytearray(b"a"),
-              [], [1, [2]], (), (1,), set(), {1, "a"}, frozenset([1]), {}, {1: 2, "1": 3, (1, 2): [None]}]
+    values = [None, True, 0, -7, 10**6000, 1.5, -0.0, float("inf"), 2j, "a\\u00e9\\ud800\\n", b"\\0\\xff", [], [1, [2]],
+              bytearray(b"a"), (), (1,), set(), {1, "a"}, frozenset([1]), {}, {1: 2, "1": 3, (1, 2): [None]}]
     for value in values:
         got = candidate(value)
         assert got == value and type(got) is type(value)
@@ -160,8 +163,8 @@ def test_programs(component):
         "n = input()\nprint(sum(map(int, input().split())))": 1.0,
         "import sys\nd = sys.stdin.read().split()\nsys.stdout.write(str(sum(map(int, d[1:]))) + '  \\n\\n')": 1.0,
         "import sys\nn, *x = map(int, open(0).read().split())\nprint(sum(x))\nsys.exit()": 1.0,
-        python("def main():\n    input(); print(sum(map(int, input().split())))\nif __name__ == '__main__': main()\n"): 1.0,
-        "import threading\nt = threading.Thread(target=lambda: print(sum(map(int, open(0).read().split()[1:]))))\nt.start()": 1.0,
+        python("def main(): input(); print(sum(map(int, input().split())))\nif __name__ == '__main__': main()\n"): 1.0,
+        "import threading as t\nt.Thread(target=lambda: print(sum(map(int, open(0).read().split()[1:])))).start()": 1.0,
         "import os\nos.write(1, b'6\\n')": 0.0,  # right in the first case only
         "print(6); print(-5)": 0.0,
         "n = input()\nprint(sum(map(int, input().split()))); raise SystemExit(1)": 0.0,
@@ -289,22 +292,22 @@ def test_a_time_out_is_0_and_comes_in_time():
     component.close()
 
 
-def test_a_sandbox_that_dies_is_started_again_and_its_answers_have_no_score():
-    component = code(timeout=10.0, workers=2)
+def test_a_sandbox_that_dies_is_started_again_and_so_are_its_answers():
+    component = code(timeout=20.0, workers=2)
     results = []
-    waiting = function_rows(["    import time; time.sleep(9)\n"] * 2)
+    waiting = function_rows([f"    import time; time.sleep(1.5)\n    return {SECRET}\n"] * 2)
     thread = threading.Thread(target=lambda: results.extend(component(waiting)))
     thread.start()
     time.sleep(0.5)
     first = component._sandbox._server
-    for folder in Path("/proc").glob("[0-9]*"):  # the supervisors are killed, and the server
-        if parent(folder) == first.pid:
-            os.kill(int(folder.name), 9)
+    started = below(first.pid)
     first.kill()
+    first.wait()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
     thread.join()
-    assert [type(result) for result in results] == [RunError] * 2
-    assert "ended from outside" in str(results[0])
-    assert component(function_rows([RIGHT])) == [1.0]
+    assert results == [1.0, 1.0]
     assert component._sandbox._server is not first
     component.close()
     component.close()
@@ -312,21 +315,62 @@ def test_a_sandbox_that_dies_is_started_again_and_its_answers_have_no_score():
     component.close()
 
 
-def parent(folder: Path) -> int:
-    try:
-        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+def test_a_sandbox_that_goes_on_failing_gives_no_score(component, monkeypatch):
+    tried = []
+
+    def fail(*_):
+        tried.append(1)
+        raise SandboxError("no more processes")
+
+    monkeypatch.setattr(Sandbox, "start", fail)
+    with pytest.raises(
+        RunError, match=r"reward.code: row 0: SandboxError: no more processes \(and no other of the 2 rows"
+    ):
+        RewardSet({"code": component})(function_rows([RIGHT] * 2))
+    assert len(tried) == 4
+    monkeypatch.setattr(Sandbox, "start", lambda *_: os.close(-1))
+    assert isinstance(component(program_rows(["print(1)"]))[0], OSError)
+    monkeypatch.undo()
+    assert component(function_rows([RIGHT])) == [1.0]
+
+
+def test_nothing_stays_open(component):
+    component(function_rows([RIGHT, "    return 0"]))
+    before = os.listdir("/proc/self/fd")
+    component(function_rows([RIGHT, "    return 0"]))
+    component(program_rows(["print(1)", f"print({SECRET})"]))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_trainer_that_is_killed_leaves_nothing_running(tmp_path):
+    code(timeout=10.0).close()  # skips where it cannot be
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "from tests.reward.code_tasks import function_rows\nfrom grpo_lightning.reward.code import Code\n"
+        "Code()(function_rows(['    while True: pass\\n']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    trainer = subprocess.Popen([sys.executable, script], env=environment)
+    deadline = time.monotonic() + 60
+    while len(started := below(trainer.pid)) < 7 and time.monotonic() < deadline:  # server, 2 x 3
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    assert len(started) == 7
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_it_says_once_how_isolated_it_is(caplog):
+    reward_code._tell.cache_clear()
     component = code()
     with caplog.at_level("INFO", logger=reward_code.__name__):
         component(function_rows([RIGHT]))
         component(function_rows([RIGHT]))
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "reward.code: answers are isolated by: a user of its own, no network, its own process namespace, its own file "
+        "reward.code: answers are isolated by: a user of its own, its own network namespace, its own process "
     )
     assert "NOT" not in record.getMessage()
     component.close()
@@ -337,7 +381,7 @@ def test_best_goes_on_and_says_what_is_missing():
     assert component(function_rows([RIGHT, "    return 0"])) == [1.0, 0.0]
     assert component(program_rows([f"print({SECRET})"])) == [1.0]
     said = component._sandbox.description
-    assert said.startswith("a user of its own, limits; NOT by: no network (not in this test); its own process namespace")
+    assert said.startswith("a user of its own, limits; NOT by: its own network namespace (not in this test); ")
     component.close()
 
 
@@ -367,10 +411,6 @@ def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr("grpo_lightning.reward.sandbox.sys", SimpleNamespace(platform="darwin"))
     with pytest.raises(UsageError, match="this is darwin"):
         Sandbox("best", Limits(1, 1, 1, 1))
-
-
-def test_features_are_found_in_the_order_in_which_they_need_each_other():
-    assert FEATURES[0] == "user"
 
 
 def humaneval() -> list[dict[str, str]]:

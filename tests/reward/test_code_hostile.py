@@ -19,6 +19,8 @@ HOSTILE = {
     "thread bomb": "for _ in range(1000): threading.Thread(target=time.sleep, args=(60,)).start()\nreturn SECRET",
     "memory bomb": "kept = []\nwhile True: kept.append(bytearray(10**7))",
     "memory at once": "bytearray(2**33); return SECRET",
+    "shared memory": "return SECRET if ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0 else 0",
+    "memory as a file": "os.memfd_create('kept'); return SECRET",
     "endless output": "while True: print('2' * 1000)",
     "endless errors": "while True: sys.stderr.write('2' * 1000)",
     "reading a file": "return int(open(VICTIM).read())",
@@ -69,8 +71,8 @@ HOSTILE = {
         "for d in range(64):\n    try: os.write(d, b'passed')\n    except OSError: pass\nos._exit(0)"
     ),
     "answering before": (
-        "for d in range(3, 64):\n    try: os.write(d, b'\\0\\0\\0\\x10{\"value\": true}  ' * 9)\n    except OSError: pass\n"
-        "return True"
+        "for d in range(3, 64):\n    try: os.write(d, b'\\0\\0\\0\\x10{\"value\": true}  ' * 9)\n"
+        "    except OSError: pass\nreturn True"
     ),
     "sleeping": "time.sleep(60); return SECRET",
     "sleeping with signals blocked": (
@@ -83,7 +85,7 @@ HOSTILE = {
     "filling the disk": (
         "for i in range(100): open(str(i), 'wb', 0).write(bytes(2**20))\nreturn SECRET"
     ),
-    "one big file": "f = open('f', 'wb', 0)\nfor _ in range(100): f.write(bytes(2**20))\nreturn SECRET * (f.tell() > 9e7)",
+    "one big file": "f = open('f', 'wb')\nfor _ in range(99): f.write(bytes(2**20))\nf.flush(); return SECRET",
     "many files": "for i in range(5000): open(str(i), 'w').close()\nreturn SECRET",
     "many descriptors": "kept = [os.dup(1) for _ in range(1000)]; return SECRET",
     "a huge number": "return 9 ** 9 ** 9",
@@ -200,7 +202,7 @@ def test_an_answer_that_knew_the_secret_would_score(component, victims):
     assert component(program_rows([answer + "print(f(int(input())))"])) == [1.0]
 
 
-@pytest.mark.parametrize("features", [("user",), ("user", "processes"), ("user", "network", "processes")])
+@pytest.mark.parametrize("features", [("user",), ("user", "processes"), ("user", "network", "processes", "calls")])
 def test_with_less_isolation_nothing_stays_either(victims, features):
     component = best(features, timeout=2.0, workers=6, memory=128, processes=4, output=4)
     before = folders()
@@ -211,9 +213,10 @@ def test_with_less_isolation_nothing_stays_either(victims, features):
     ]  # fmt: skip
     if os.getuid() != 0:  # without a user of its own an answer may signal whatever this user may
         names = [name for name in names if not name.startswith("killing") and name != "becoming root"]
+    if "calls" not in features:
+        names.remove("new rights")  # a user namespace can be made, in which nothing outside is its own
     if "mounts" not in features:
         names.remove("filling the disk")  # bounded by file only
-        names.remove("new rights")  # a user namespace can be made, in which nothing outside is its own
     try:
         assert component(function_rows([victims.answer("return SECRET")])) == [1.0]
         assert component(function_rows([victims.answer(HOSTILE[name]) for name in names])) == [0.0] * len(names)

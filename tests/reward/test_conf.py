@@ -22,10 +22,13 @@ def test_every_option_builds(name, tmp_path):
         conf.http.url = "http://127.0.0.1:1/score"
     if name in ("model", "process_model"):
         conf[name].path = (save if name == "model" else token_classifier)(tmp_path)
+    if name == "code":
+        conf.code.isolation = "best"  # it refuses at once where the machine does not allow what it needs
     component = instantiate(conf[name], _convert_="all")
     rewards = RewardSet({name: component})
     assert component.weight == conf[name].weight == 1.0
-    assert rewards.has_correctness == (name in ("exact", "math", "noisy", "reasoning_gym"))
+    rewards.close()
+    assert rewards.has_correctness == (name in ("code", "exact", "math", "noisy", "reasoning_gym"))
 
 
 @pytest.mark.parametrize("name", ["random", "noisy"])

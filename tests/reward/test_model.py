@@ -16,6 +16,7 @@ from transformers import (
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.reward import RewardBatch, RewardSet
+from grpo_lightning.reward.classifier import own_device
 from grpo_lightning.reward.model import Model
 from grpo_lightning.reward.process_model import ProcessModel
 from tests.reward.classifiers import CHARACTERS, CHAT, save, token_classifier, tokenizer
@@ -102,6 +103,22 @@ def test_bf16_and_the_device(tmp_path):
     assert component.classifier.model.dtype == torch.bfloat16
     assert scores == pytest.approx(Model(path)(batch(["2", "aaa"])), abs=0.2)
     assert Model(path, device="meta").classifier.model.device.type == "meta"
+
+
+def test_each_process_has_its_own_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert own_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert own_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")  # each process sees only some of the machine's devices
+    assert own_device() == torch.device("cuda", 1)
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert own_device() == torch.device("cuda", 1)
+    monkeypatch.delenv("SLURM_LOCALID")
+    assert own_device() == torch.device("cuda", 0)
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):

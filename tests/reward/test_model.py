@@ -40,7 +40,7 @@ def ids_of(*pieces: str) -> list[int]:
     return [CHARACTERS.index(c) for piece in pieces for c in ([piece] if piece in CHARACTERS[:3] else piece)]
 
 
-TEXTS = ["2", "", "two of them", "abc,de;f\nghi", "aaa", "<eos>", "x" * 30]
+TEXTS = ["2", "a<bos>", "", "two of them", "abc,de;f\nghi", "aaa", "<eos>", "x" * 30]
 
 
 @pytest.mark.parametrize("changes", [{}, {"pad_token_id": 1}, {"pad_token_id": 3}])
@@ -70,9 +70,10 @@ def test_an_encoder(tmp_path):
 
 def test_every_id_in_use_leaves_none_for_padding(tmp_path):
     path = save(tmp_path)
-    everything = "".join(CHARACTERS[3:]) + "<eos><sep>"
-    scores = Model(path)(batch([everything, "2", everything[::-1][:20]]))
-    assert scores[1] == pytest.approx(float(alone(path, ids_of("<bos>", "1+1=", "2"))), abs=1e-5)
+    everything = ["1+1=", "".join(CHARACTERS[3:]), "<eos>", "<sep>", "<bos>"]
+    scores = Model(path)(batch(["".join(everything[1:]), "2"]))
+    expected = [float(alone(path, ids_of("<bos>", *pieces))) for pieces in (everything, ["1+1=", "2"])]
+    assert scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_with_the_reward_models_chat_template(tmp_path):

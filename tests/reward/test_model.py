@@ -106,6 +106,24 @@ def test_bf16_and_the_device(tmp_path):
     assert Model(path, device="meta").classifier.model.device.type == "meta"
 
 
+def test_batches_hold_so_many_tokens(tmp_path, monkeypatch):
+    component = Model(save(tmp_path), tokens=40)
+    shapes = []
+    forward = component.classifier._forward
+    monkeypatch.setattr(
+        component.classifier, "_forward", lambda rows: shapes.append([*map(len, rows)]) or forward(rows)
+    )
+    component(batch(["a" * n for n in (1, 50, 15, 5, 5, 14, 1)]))
+    assert shapes == [[55], [20, 19], [10, 10, 6, 6]]  # 5 tokens of the prompt each; the longest first
+
+
+def test_a_column_named_prompt_is_the_question(tmp_path):
+    path = save(tmp_path, chat=CHAT)
+    expected = float(alone(path, ids_of("u:what", "<eos>", "a:two", "<eos>")))
+    rows = RewardBatch(["u:what<eos>a:"], ["two"], [None], columns={"prompt": ["what"]})
+    assert Model(path, question="prompt")(rows) == [pytest.approx(expected, abs=1e-5)]
+
+
 def test_each_process_has_its_own_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert own_device() == torch.device("cpu")
@@ -185,10 +203,9 @@ def test_token_classifier_in_a_chat(tmp_path):
     path = token_classifier(tmp_path, chat=CHAT)
     whole = alone(path, ids_of("u:x;y", "<eos>", "a:x;y", "<eos>")).softmax(-1)[:, 1]
     component = ProcessModel(path, delimiter=";", question="ask")
-    # "u:x;y" <eos> "a:" is 8 tokens; the question says the same as the completion
-    assert step_scores(component, batch([" x;y\n"], ask="x;y"))[0][:2] == pytest.approx(
-        [float(whole[9]), float(whole[10])], abs=1e-5
-    )
+    # "u:x;y" <eos> "a:" is 8 tokens; the question says the same as the completion, of which the template strips one
+    expected = pytest.approx([float(whole[9]), float(whole[10])], abs=1e-5)
+    assert step_scores(component, batch(["x;y", " x;y\n"], ask="x;y")) == [expected, expected]
 
 
 @pytest.mark.parametrize("head", ["token", "sequence"])

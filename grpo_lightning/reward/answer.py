@@ -25,6 +25,7 @@ _MARK = re.compile(
     r"|(?P<phrase>\banswer\b\**(?:\s+is\b|\s*[:=])\s*[:=]?)",
     re.IGNORECASE,
 )
+_FACTOR = re.compile(r"\ ?(?:\^|π|\\(?:sqrt|pi)\b)")  # behind a number: it goes on
 _LINE = re.compile(r"\s*([^\n]*)")
 
 
@@ -137,9 +138,17 @@ def first_number(text: str, within: int) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """The last number anywhere in the text."""
-    numbers = [match[0] for match in _NUMBER.finditer(plain(text))]
-    return parse_number(numbers[-1]) if numbers else None
+    """The last number anywhere in the text, a unit's exponent (m^2) aside; None if it is only a part of one.
+
+    10^7, \\sqrt{7} and 7\\pi are not 7.
+    """
+    text = plain(text)
+    for match in reversed(list(_NUMBER.finditer(text))):
+        before = text[max(0, match.start() - 20) : match.start()]
+        if not re.search(r"[A-Za-z]\ ?\^\ ?\{?$", before):
+            part = re.search(r"(?:[\^_]|\\(?:sqrt(?:\[\w*\]?)?|log|ln|sin|cos|tan|binom))\ ?\{?$", before)
+            return None if part or _FACTOR.match(text, match.end()) else parse_number(match[0])
+    return None
 
 
 def _right_side(text: str) -> str:

@@ -1,5 +1,6 @@
 """A transformers classification model that reads texts in batches, for `reward=model` and `reward=process_model`."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,7 @@ class Classifier:
             if found["missing_keys"]:  # transformers would go on with random numbers for them
                 missing = ", ".join(sorted(found["missing_keys"]))
                 raise UsageError(f"{self.option}.path={self.path} is no {self._head} classifier: it has no {missing}")
-            gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-            self._model = model.to(self._device or gpu or "cpu").eval()
+            self._model = model.to(self._device or own_device())  # in evaluation mode
         return self._model
 
     def ids(self, text: str, chat: bool) -> list[int]:
@@ -68,7 +68,7 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[list[int]]) -> list[Tensor | Unscored]:
-        """[labels] for each row, or [its tokens, labels] of a token classifier, as float32 on the CPU.
+        """[labels] for each row, or [tokens and padding, labels] of a token classifier, as float32 on the CPU.
 
         An Unscored stands for a row without tokens or with more than the model has positions for.
         """
@@ -82,7 +82,7 @@ class Classifier:
             count = max(1, self._tokens // len(rows[fitting[0]]))
             batch, fitting = fitting[:count], fitting[count:]
             for i, logits in zip(batch, self._forward([rows[i] for i in batch]), strict=True):
-                results[i] = logits[: len(rows[i])] if logits.dim() == 2 else logits
+                results[i] = logits
         return results
 
     def _forward(self, rows: list[list[int]]) -> list[Tensor]:
@@ -100,6 +100,14 @@ class Classifier:
         lengths = torch.tensor([len(row) for row in rows], device=model.device)
         mask = (torch.arange(width, device=model.device) < lengths[:, None]).long()
         return list(model(input_ids=ids, attention_mask=mask).logits.float().cpu())
+
+
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU. (torch.cuda.current_device() is the first GPU in every new thread.)"""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
+    return torch.device("cuda", int(rank) % torch.cuda.device_count())
 
 
 def use_chat(option: str, chat: bool | str, question: str | None, tokenizer: Any) -> bool:

@@ -3,13 +3,18 @@
 import difflib
 import importlib
 import inspect
+import math
+import multiprocessing
+import multiprocessing.pool
 import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_lightning.errors import UsageError
-from grpo_lightning.reward.score import RewardBatch
+from grpo_lightning.reward.score import RewardBatch, Unscored
+
+_START_SECONDS = 300.0
 
 
 class Function:
@@ -21,15 +26,16 @@ class Function:
     path: "package.module.function" (modules in the current directory count), or a callable, as Hydra's
         `{_target_: my_module.fn, _partial_: true, ...}` makes one.
     kwargs: further keyword arguments for the function; they win over columns of the same name.
+    timeout: None calls it in this process. A number of seconds for one call, with all the completions of this process,
+        calls it in a process of its own, which is ended where it takes longer; those rows then have no score.
     Raises UsageError if the path does not lead to a callable, or if the function wants what is not there.
     """
-
-    calling_thread = True  # it may use signals, as math-verify does, which only the main thread can
 
     def __init__(
         self,
         path: str | Callable[..., Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
         weight: float = 1.0,
         correctness: bool = False,
     ):
@@ -40,9 +46,21 @@ class Function:
         check_function(self.function, f"reward.function.path={self.name}")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise UsageError(f"reward.function.kwargs must be a mapping of keyword arguments, got {kwargs!r}")
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+                raise UsageError(f"reward.function.timeout must be seconds above 0 or null, got {timeout!r}")
+            if not isinstance(path, str):
+                raise UsageError("reward.function.timeout needs a dotted path: another process cannot get this object")
         self.kwargs = dict(kwargs or {})
+        self.timeout = timeout
+        self._pool: multiprocessing.pool.Pool | None = None
         self.weight = weight
         self.correctness = correctness
+
+    @property
+    def calling_thread(self) -> bool:
+        """It may use signals, as math-verify does, and only a process's main thread can."""
+        return self.timeout is None
 
     def __call__(self, batch: RewardBatch) -> Any:
         offered: dict[str, Any] = {**batch.columns, "answer": batch.answers, **self.kwargs}
@@ -51,7 +69,28 @@ class Function:
             "completions": batch.completions,
             "completion_ids": batch.completion_ids,
         }
-        return call(self.function, self.name, offered)
+        return call(self.function, self.name, offered) if self.timeout is None else self._call_apart(offered)
+
+    def _call_apart(self, offered: dict[str, Any]) -> Any:
+        if self._pool is None:
+            self._pool = multiprocessing.get_context("spawn").Pool(1)
+            self._pool.apply_async(locate, (self.name,)).get(_START_SECONDS)  # its imports take no time of a call
+        try:
+            return self._pool.apply_async(_call_located, (self.name, offered)).get(self.timeout)
+        except multiprocessing.TimeoutError:
+            self.close()
+            raise Unscored(f"{self.name} took longer than {self.timeout:g} s") from None
+
+    def close(self) -> None:
+        """End the process. A later call starts another one."""
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+            self._pool = None
+
+
+def _call_located(path: str, offered: dict[str, Any]) -> Any:
+    return call(locate(path), path, offered)
 
 
 def call(function: Callable[..., Any], name: str, offered: Mapping[str, Any]) -> Any:

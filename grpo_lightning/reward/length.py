@@ -81,4 +81,5 @@ class Repetition:
 
     def _penalty(self, ids: list[int]) -> float:
         grams = [tuple(ids[i : i + self.ngram]) for i in range(len(ids) - self.ngram + 1)]
-        return self.max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+        repeated = len(grams) - len(set(grams))
+        return self.max_penalty * repeated / len(grams) if repeated else 0.0

@@ -81,7 +81,7 @@ def test_random_depends_on_the_key_and_the_seed_alone():
     assert drawn(0.5, keys[::-1]) == scores[::-1]
     assert drawn(0.5, keys[40:60]) == scores[40:60]
     assert drawn(0.5, keys, seed=1) != scores
-    assert scores[:8] != scores[8:16]
+    assert scores[:8] != scores[8:16] and scores[:32] != scores[32:64]
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, "0.5", None, True, float("nan")])

@@ -1,7 +1,9 @@
 """reward=function: users' functions by dotted path, with the signatures they have."""
 
 import functools
+import os
 import sys
+import time
 
 import pytest
 
@@ -136,6 +138,72 @@ def test_paths_that_lead_nowhere(module, path, message):
     with pytest.raises(UsageError, match=message) as error:
         Function(path)
     assert "\n" not in str(error.value)
+
+
+APART = """
+import os, signal, threading, time
+
+def score(completions, answer, factor=1):
+    assert threading.current_thread() is threading.main_thread()
+    signal.alarm(0)  # only a main thread may
+    print("not in the way of the answers")
+    if "sleep" in completions:
+        time.sleep(60)
+    if "die" in completions:
+        os._exit(3)
+    return [float(c) * factor for c in completions]
+
+def pid(completions):
+    return [os.getpid()] * len(completions)
+"""
+
+
+@pytest.fixture
+def apart(tmp_path, monkeypatch):
+    (tmp_path / "scored_apart.py").write_text(APART)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "scored_apart"
+
+
+def test_a_time_out_ends_the_call_and_not_the_run(apart):
+    slow = Function(f"{apart}.score", kwargs={"factor": 2}, timeout=2.0)
+    rewards = RewardSet({"mine": slow, "other": Function(lambda completions: [1.0] * len(completions))})
+    try:
+        assert rewards(batch(["1", "2"])).components["mine"] == [2, 4]
+        start = time.perf_counter()
+        result = rewards(batch(["1", "sleep"]))
+        assert time.perf_counter() - start < 10
+        assert result.total == [1, 1]  # from the other one
+        assert result.errors == [f"reward.mine: row {i}: scored_apart.score took longer than 2 s" for i in range(2)]
+        assert rewards(batch(["3"])).components["mine"] == [6]  # in another process
+        assert "took longer" in rewards(batch(["die"])).errors[0]
+        with pytest.raises(RunError, match=r"reward\.mine: row 0: ValueError: could not convert"):
+            rewards(batch(["x"]))  # its own faults are reported as ever
+    finally:
+        rewards.close()
+    assert slow._pool is None
+
+
+def test_only_with_a_time_out_it_runs_in_another_process(apart):
+    assert Function(f"{apart}.pid")(batch(["1"])) == [os.getpid()]
+    component = Function(f"{apart}.pid", timeout=60)
+    try:
+        first = component(batch(["1"]))
+        assert first != [os.getpid()] and component(batch(["1"])) == first
+    finally:
+        component.close()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, True, "5", float("inf"), float("nan")])
+def test_bad_time_outs(module, timeout):
+    with pytest.raises(UsageError, match=r"reward\.function\.timeout must be seconds above 0 or null"):
+        Function(f"{module}.trl", timeout=timeout)
+
+
+def test_a_time_out_needs_a_path():
+    with pytest.raises(UsageError, match=r"reward\.function\.timeout needs a dotted path"):
+        Function(lambda completions: [], timeout=1.0)
 
 
 def test_bad_keyword_arguments(module):

@@ -103,7 +103,7 @@ def trickle(handler: Handler, body: Any) -> str:
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
     try:
-        for _ in range(40):
+        for _ in range(400):
             handler.wfile.write(b" ")
             time.sleep(0.05)
     except OSError:
@@ -128,10 +128,9 @@ def test_the_slowest_first_keeps_the_order(scorer):
 
 
 def test_requests_at_once(scorer):
-    scorer.script = [sleep(0.2)] * 8
-    start = time.perf_counter()
-    http(scorer, batch_size=1, at_once=4)(batch(8))
-    assert scorer.most == 4 and time.perf_counter() - start < 1.2  # one after the other: 1.6 s
+    scorer.script = [sleep(0.4)] * 8
+    assert http(scorer, batch_size=1, at_once=4)(batch(8)) == [float(i) for i in range(8)]
+    assert scorer.most == 4
 
 
 def test_columns_and_token(scorer, monkeypatch):
@@ -180,20 +179,20 @@ def test_one_request_failing_costs_its_rows_only(scorer):
     assert scores[:2] == [0, 1] and math.isnan(scores[2]) and math.isnan(scores[3]) and scores[4:] == [4, 5]
 
 
-@pytest.mark.parametrize("slow", [sleep(2.0), trickle])
+@pytest.mark.parametrize("slow", [sleep(20.0), trickle])
 def test_a_slow_server(scorer, slow):
     scorer.script = [slow, slow]
     start = time.perf_counter()
     scores = http(scorer, timeout=0.2, retries=1)(batch(2))
-    assert time.perf_counter() - start < 1.5
+    assert time.perf_counter() - start < 5
     assert all(str(score).endswith("no answer within 0.2 s") for score in scores)
     scorer.script = [slow]
-    assert http(scorer, timeout=0.5, retries=1)(batch(2)) == [0.0, 1.0]
+    assert http(scorer, timeout=1.5, retries=1)(batch(2)) == [0.0, 1.0]
 
 
 def test_waiting_for_a_free_place_does_not_use_up_the_time(scorer):
-    scorer.script = [sleep(0.3)] * 4
-    assert http(scorer, batch_size=1, at_once=1, timeout=0.6, retries=0)(batch(4)) == [0.0, 1.0, 2.0, 3.0]
+    scorer.script = [sleep(0.4)] * 5
+    assert http(scorer, batch_size=1, at_once=1, timeout=1.5, retries=0)(batch(5)) == [float(i) for i in range(5)]
 
 
 def test_the_pause_before_a_retry_doubles(scorer):
@@ -201,7 +200,7 @@ def test_the_pause_before_a_retry_doubles(scorer):
     scorer.script = [lambda handler, body: times.append(time.perf_counter()) or 500] * 4
     http(scorer, retries=3, backoff=0.1)(batch(1))
     pauses = [b - a for a, b in itertools.pairwise(times)]
-    assert [pytest.approx(pause, abs=0.08) for pause in pauses] == [0.1, 0.2, 0.4]
+    assert all(pause > least for pause, least in zip(pauses, (0.09, 0.19, 0.39), strict=True))
 
 
 def test_no_server_at_all():

@@ -47,6 +47,21 @@ def score(component: Math, gold: object, completion: str) -> float | None:
         ("(1,2)", "So it is $(1,2)$ as was to be shown"),
         (r"\{1,2\}", r"\boxed{\{2,1\}}"),
         ("[0,1)", "$[0,1)$"),
+        (r"(-\infty, 3]", r"\boxed{(-\infty,3]}"),
+        (r"[0,1) \cup (2,3]", r"\boxed{[0,1)\cup(2,3]}"),
+        (r"x \in [1,2]", r"\boxed{[1,2]}"),
+        (r"\{1,2\}", r"\boxed{1,2}"),
+        ("x>3", r"\boxed{x>3}"),
+        ("25%", r"\boxed{\frac14}"),
+        (r"\frac{1}{2}", r"\boxed{50\%}"),
+        ("€5", "The answer is 5 euros."),
+        ("£1,200.50", "The answer is £1200.5"),
+        ("5 cm^2", r"\boxed{5\ \mathrm{cm}^2}"),
+        (r"1\frac{1}{2}", r"\boxed{\frac{3}{2}}"),
+        ("1500", r"\boxed{1.5\times 10^{3}}"),
+        (r"\pm 2", r"\boxed{\pm 2}"),
+        ("3+4i", r"\boxed{4i+3}"),
+        (r"\emptyset", r"\boxed{\emptyset}"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
         ("7", "The answer is 7 apples because of 3 + 4."),
         ("7", "<think>6</think>7"),
@@ -63,7 +78,17 @@ def test_right(checker, gold, completion):
         ("6", r"\boxed{3}"),
         ("1000", "1,001"),
         ("99", r"\boxed{99}, no, \boxed{42}"),
+        ("7", r"\binom{10^8}{5*10^7}"),
+        ("7", "that makes 10^7"),
         ("(1,2)", "(2,1)"),
+        ("[0,1)", r"\boxed{[0,1]}"),
+        (r"(-\infty, 3)", r"\boxed{(-\infty, 3]}"),
+        (r"\{1,2,3\}", r"\boxed{\{1,2\}}"),
+        ("25%", r"\boxed{26\%}"),
+        ("3+4i", r"\boxed{3-4i}"),
+        ("x>3", r"\boxed{x<3}"),
+        ("72", r"\boxed{72}. Wait, the answer is 71."),
+        ("72", "#### 72\n#### 71"),
         ("5", r"\boxed{5x}"),
         ("5", ""),
         ("x^2", "it cannot be known"),
@@ -95,6 +120,28 @@ def test_a_time_out_is_wrong_and_costs_no_other_row(checker, caplog):
     assert checker(batch) == [1.0, 0.0, 1.0]
     assert time.perf_counter() - start < 20  # the time-out of 2 s and the start of another worker
     assert "no verdict within 2.0 s" in caplog.text
+
+
+HOSTILE = [
+    r"2^{2^{2^{2^{2^{2}}}}}", "(" * 5000, "1000000!", "(x+y+z)^{5000}", r"\prod_{n=1}^{10^9} n", r"\frac{" * 3000,
+    r"\sqrt{" * 2000 + "2" + "}" * 2000, "1+" * 20000 + "1", "9" * 100000, "\x00\x01", "$" * 10000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "hostile", [*HOSTILE[:2], *(pytest.param(text, marks=pytest.mark.heavy) for text in HOSTILE[2:])]
+)
+def test_hostile_expressions_are_wrong_and_as_references_hang_nothing(hostile):
+    checker = Math(timeout=0.5, workers=2)
+    try:
+        checker(RewardBatch(["q"] * 2, ["2"] * 2, [r"\sqrt{8}"] * 2))  # starts the workers
+        start = time.perf_counter()
+        golds = [r"\sqrt{2}", r"\sqrt{2}", "7", hostile]
+        assert checker(RewardBatch(["q"] * 4, [hostile, rf"\boxed{{{hostile}}}", hostile, "5"], golds))[:3] == [0.0] * 3
+        assert time.perf_counter() - start < 30  # four time-outs, and the start of other workers
+        assert checker(RewardBatch(["q"], [r"\boxed{2\sqrt{2}}"], [r"\sqrt{8}"])) == [1.0]
+    finally:
+        checker.close()
 
 
 def test_a_reference_that_takes_too_long_gives_no_score(checker, monkeypatch):

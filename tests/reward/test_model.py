@@ -16,6 +16,7 @@ from transformers import (
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.reward import RewardBatch, RewardSet
+from grpo_lightning.reward.classifier import own_device
 from grpo_lightning.reward.model import Model
 from grpo_lightning.reward.process_model import ProcessModel
 from tests.reward.classifiers import CHARACTERS, CHAT, save, token_classifier, tokenizer
@@ -39,7 +40,7 @@ def ids_of(*pieces: str) -> list[int]:
     return [CHARACTERS.index(c) for piece in pieces for c in ([piece] if piece in CHARACTERS[:3] else piece)]
 
 
-TEXTS = ["2", "", "two of them", "abc,de;f\nghi", "aaa", "<eos>", "x" * 30]
+TEXTS = ["2", "a<bos>", "", "two of them", "abc,de;f\nghi", "aaa", "<eos>", "x" * 30]
 
 
 @pytest.mark.parametrize("changes", [{}, {"pad_token_id": 1}, {"pad_token_id": 3}])
@@ -69,9 +70,10 @@ def test_an_encoder(tmp_path):
 
 def test_every_id_in_use_leaves_none_for_padding(tmp_path):
     path = save(tmp_path)
-    everything = "".join(CHARACTERS[3:]) + "<eos><sep>"
-    scores = Model(path)(batch([everything, "2", everything[::-1][:20]]))
-    assert scores[1] == pytest.approx(float(alone(path, ids_of("<bos>", "1+1=", "2"))), abs=1e-5)
+    everything = ["1+1=", "".join(CHARACTERS[3:]), "<eos>", "<sep>", "<bos>"]
+    scores = Model(path)(batch(["".join(everything[1:]), "2"]))
+    expected = [float(alone(path, ids_of("<bos>", *pieces))) for pieces in (everything, ["1+1=", "2"])]
+    assert scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_with_the_reward_models_chat_template(tmp_path):
@@ -102,6 +104,40 @@ def test_bf16_and_the_device(tmp_path):
     assert component.classifier.model.dtype == torch.bfloat16
     assert scores == pytest.approx(Model(path)(batch(["2", "aaa"])), abs=0.2)
     assert Model(path, device="meta").classifier.model.device.type == "meta"
+
+
+def test_batches_hold_so_many_tokens(tmp_path, monkeypatch):
+    component = Model(save(tmp_path), tokens=40)
+    shapes = []
+    forward = component.classifier._forward
+    monkeypatch.setattr(
+        component.classifier, "_forward", lambda rows: shapes.append([*map(len, rows)]) or forward(rows)
+    )
+    component(batch(["a" * n for n in (1, 50, 15, 5, 5, 14, 1)]))
+    assert shapes == [[55], [20, 19], [10, 10, 6, 6]]  # 5 tokens of the prompt each; the longest first
+
+
+def test_a_column_named_prompt_is_the_question(tmp_path):
+    path = save(tmp_path, chat=CHAT)
+    expected = float(alone(path, ids_of("u:what", "<eos>", "a:two", "<eos>")))
+    rows = RewardBatch(["u:what<eos>a:"], ["two"], [None], columns={"prompt": ["what"]})
+    assert Model(path, question="prompt")(rows) == [pytest.approx(expected, abs=1e-5)]
+
+
+def test_each_process_has_its_own_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert own_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert own_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")  # each process sees only some of the machine's devices
+    assert own_device() == torch.device("cuda", 1)
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert own_device() == torch.device("cuda", 1)
+    monkeypatch.delenv("SLURM_LOCALID")
+    assert own_device() == torch.device("cuda", 0)
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
@@ -167,10 +203,9 @@ def test_token_classifier_in_a_chat(tmp_path):
     path = token_classifier(tmp_path, chat=CHAT)
     whole = alone(path, ids_of("u:x;y", "<eos>", "a:x;y", "<eos>")).softmax(-1)[:, 1]
     component = ProcessModel(path, delimiter=";", question="ask")
-    # "u:x;y" <eos> "a:" is 8 tokens; the question says the same as the completion
-    assert step_scores(component, batch([" x;y\n"], ask="x;y"))[0][:2] == pytest.approx(
-        [float(whole[9]), float(whole[10])], abs=1e-5
-    )
+    # "u:x;y" <eos> "a:" is 8 tokens; the question says the same as the completion, of which the template strips one
+    expected = pytest.approx([float(whole[9]), float(whole[10])], abs=1e-5)
+    assert step_scores(component, batch(["x;y", " x;y\n"], ask="x;y")) == [expected, expected]
 
 
 @pytest.mark.parametrize("head", ["token", "sequence"])

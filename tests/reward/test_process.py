@@ -146,12 +146,16 @@ def module(tmp_path, monkeypatch):
 
 def test_own_functions_by_path(module):
     process = Process(split=f"{module}.split", check=f"{module}.check")
-    rows = RewardBatch(["q"] * 2, ["a;bc;?;x", "zz"], ["a"] * 2, columns={"level": [0, 10], "colour": ["r", "g"]})
-    assert process.steps(rows) == [[Step(2, 2.0), Step(5, 3.0), Step(7, None)], []]
-    assert process(rows) == [2.5, None]
+    own = RewardBatch(["q", "q"], ["a;", "b;"], ["a", "b"], columns={"level": [0, 10], "colour": ["r", "g"]})
+    with pytest.raises(AssertionError):  # the second row has its own answer
+        process.steps(own)
+    columns = {"level": [0, 10, 20], "colour": ["r", "g", "b"]}
+    rows = RewardBatch(["q"] * 3, ["a;bc;?;x", "zz", "z;"], ["a"] * 3, columns=columns)
+    assert process.steps(rows) == [[Step(2, 2.0), Step(5, 3.0), Step(7, None)], [], [Step(2, 22.0)]]
+    assert process(rows) == [2.5, None, 22.0]
     result = RewardSet({"process": process})(rows)
     assert result.components["process"][0] == 2.5 and math.isnan(result.components["process"][1])
-    assert result.steps == [[Step(2, 2.0), Step(5, 3.0), Step(7, None)], []]
+    assert result.steps == [[Step(2, 2.0), Step(5, 3.0), Step(7, None)], [], [Step(2, 22.0)]]
 
 
 def test_the_number_of_rewards_is_that_of_the_steps(module):

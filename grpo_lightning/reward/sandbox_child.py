@@ -11,12 +11,6 @@ An order is JSON: kind, features, memory, processes, files, seconds, and the num
 runner. The descriptors are the supervisor's connection to the trainer, the job, and what the runner uses.
 """
 
-<<<<<<< HEAD
-# what most answers import, so that it is loaded once
-import bisect  # noqa: F401  # fmt: skip
-import builtins
-=======
->>>>>>> issue5-r1
 import contextlib
 import ctypes
 import fcntl
@@ -24,7 +18,6 @@ import gc
 import importlib.util
 import json
 import os
-import re
 import resource
 import select
 import shutil

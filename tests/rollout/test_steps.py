@@ -61,7 +61,8 @@ def test_rewards_of_steps_become_advantages():
     rollout = made.collect(1)
     # steps (1, 1), (0, 1), (0, 1): mean 2/3, unbiased std of six .5164; the normalised are .6455 and -1.2910
     right, wrong = (1 / 3) / math.sqrt(4 / 15), (-2 / 3) / math.sqrt(4 / 15)
-    expected = [[2 * right, right, right], [wrong + right, right, right], [0.0, 0.0, 0.0], [wrong + right, right, right]]
+    lost = [wrong + right, right, right]
+    expected = [[2 * right, right, right], lost, [0.0, 0.0, 0.0], lost]
     for group in rollout.groups:
         assert len(group.rows) == G
         for row, values in zip(group.rows, expected, strict=True):

@@ -63,7 +63,7 @@ def timeless(folder):
 @pytest.mark.parametrize(
     "options",
     [
-        ["kl=k3", "reference.every=2", "reference.mix=0.5", "update.minibatches=2"],
+        ["kl=k3", "reference.every=3", "reference.mix=0.5", "update.minibatches=2"],
         ["kl=adaptive", "kl.horizon=100", "entropy=adaptive", "sampling=frontier"],
         ["algorithm=dcpo", "sampling=frontier"],
     ],

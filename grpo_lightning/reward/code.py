@@ -15,7 +15,7 @@ from typing import Any
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.reward.answer import visible
 from grpo_lightning.reward.sandbox import Limits, Sandbox, SandboxError, read_until
-from grpo_lightning.reward.score import RewardBatch
+from grpo_lightning.reward.score import RewardBatch, Unscored
 
 logger = logging.getLogger(__name__)
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -85,7 +85,7 @@ class Code:
         self._sandbox = Sandbox(isolation, Limits(math.ceil(timeout) + 1, memory * _MB, processes, output * _MB))
 
     def __call__(self, batch: RewardBatch) -> list[float | Exception | None]:
-        """An exception in the place of a score is a row that the sandbox or the tests themselves failed on."""
+        """An exception in the place of a score is a row on which the sandbox (Unscored) or its tests have failed."""
         columns = batch.columns
         if not ({self.test, self.entry_point} <= set(columns) or self.cases in columns):
             raise UsageError(
@@ -109,7 +109,9 @@ class Code:
             except SandboxError as error:
                 logger.debug("reward.code: %s; trying once more", error)
                 return self._run(text, row)
-        except (RunError, OSError) as error:
+        except (SandboxError, OSError) as error:
+            return Unscored(f"{type(error).__name__}: {error}")
+        except RunError as error:
             return error
 
     def _run(self, text: str | None, row: dict[str, Any]) -> float | None:

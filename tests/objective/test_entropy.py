@@ -120,12 +120,14 @@ def test_kl_cov_by_hand():
     objective = load_objective(
         ["kl=none", "loss_norm=token", "clip=unclipped", "entropy=kl_cov", "entropy.fraction=0.5", "entropy.coef=2"]
     )
-    # means -2 and 1: the covariances are 2, 0 and 0, and floor(0.5 * 3) = 1 token is punished
-    logp, old = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True), torch.tensor([[-1.5, -2.0, -2.0]])
-    out = objective.loss(logp, old, torch.tensor([[3.0, -1.0, 1.0]]), full(1, 3), torch.tensor([0]))
-    assert out.loss.item() == pytest.approx((-3 * math.exp(0.5) + 2 * 0.5 + 1 - math.exp(-1)) / 3)
-    out.loss.backward()
-    assert logp.grad.tolist()[0] == pytest.approx([(-3 * math.exp(0.5) + 2) / 3, 1 / 3, -math.exp(-1) / 3])
+    # means -2 and 1: the covariances are 2, 0 and 0, and floor(0.5 * 3) = 1 token is punished, in either direction
+    for x in (0.5, -0.5):
+        logp, old = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True), torch.tensor([[-1.0 - x, -2.0, -2.0]])
+        out = objective.loss(logp, old, torch.tensor([[3.0, -1.0, 1.0]]), full(1, 3), torch.tensor([0]))
+        assert out.loss.item() == pytest.approx((-3 * math.exp(x) + 2 * 0.5 + 1 - math.exp(-1)) / 3)
+        out.loss.backward()
+        expected = [(-3 * math.exp(x) + math.copysign(2, x)) / 3, 1 / 3, -math.exp(-1) / 3]
+        assert logp.grad.tolist()[0] == pytest.approx(expected)
 
 
 def test_clip_cov_draws_among_the_candidates():

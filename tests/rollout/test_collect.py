@@ -258,3 +258,33 @@ def test_state_goes_on_where_it_stopped():
     got = resumed.collect(2)
     assert [g.rows[0].group_id for g in got.groups] == [g.rows[0].group_id for g in expected.groups]
     assert math.isclose(got.metrics["reward/mean"], expected.metrics["reward/mean"])
+
+
+def test_a_critic_gives_values_and_learns_what_was_returned():
+    def score(rows, reference):
+        assert not reference
+        return [
+            Scores(torch.full((row.length,), -0.75), torch.zeros(row.length), torch.tensor([0.5, 0.25, 0.0]))
+            for row in rows
+        ]
+
+    chosen = ["kl=none", "advantage=gae", "advantage.lam=0.5", "advantage.whiten=false"]
+    made = collector(FakeEngine(lambda draw: (1, 0, 99, 1)), chosen, score=score, has_critic=True)
+    for group in made.collect(1).groups:
+        # deltas (0.25 - 0.5, 0 - 0.25, r - 0) with lambda 1/2, from the back: r, -0.25 + r/2, -0.25 - 0.125 + r/4
+        for row, r in zip(group.rows, (1.0, 0.0, None, 1.0), strict=True):
+            expected = torch.zeros(3) if r is None else torch.tensor([r / 4 - 0.375, r / 2 - 0.25, r])
+            torch.testing.assert_close(row.advantage, expected)
+            returns = torch.zeros(3) if r is None else expected + torch.tensor([0.5, 0.25, 0.0])
+            torch.testing.assert_close(row.returns, returns)
+            assert row.values.tolist() == [0.5, 0.25, 0.0] and row.old_logp is None
+
+
+def test_entropies_are_scored_where_the_advantage_takes_them_and_stay_with_surplus_rows():
+    chosen = ["algorithm=gtpo", "kl=none", "sampling=dynamic"]
+    made = collector(FakeEngine(lambda draw: (1, 0, 0, 1)), chosen, prompts=2)
+    rows = made.collect(1).rows
+    assert all(row.entropy is not None and row.old_logp is None for row in rows)
+    assert made.scored == [(2 * G, False)]
+    without = collector(FakeEngine(lambda draw: (1, 0, 0, 1)), ["kl=none"])
+    assert all(row.entropy is None for row in without.collect(1).rows) and without.scored == []

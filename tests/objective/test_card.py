@@ -1,6 +1,8 @@
 """The algorithm card: every option has a formula and a source; numbers stand in the place of their names."""
 
+import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +79,11 @@ def test_differences_are_what_would_be_typed():
     assert sorted(differences(cfg, cfg.hydra.runtime.choices)) == sorted(typed)
     by_experiment = compose("train", ["experiment=dapo_paper"], with_hydra=True)
     assert differences(by_experiment, by_experiment.hydra.runtime.choices) == ["overlong.cache=4096"]
+
+
+@pytest.mark.parametrize("group", OPTIONS)
+def test_the_files_of_a_group_are_short(group):
+    place = Path(inspect.getfile(load_objective)).parent / group
+    files = list(place.glob("*.py")) or [place.with_suffix(".py")]
+    for file in files:
+        assert len(file.read_text().splitlines()) <= 100, file.name

@@ -42,7 +42,7 @@ CHOICES = {
     "gdpo": ("gdpo", "token", "symmetric", "k3", "sequence", "none", "all"),
     "lite_ppo": ("batch_std", "token", "symmetric", "none", "token", "none", "all"),
     "pass_at_k": ("pass_at_k", "token", "none", "none", "sequence_sum", "none", "all"),
-    "raft": ("raft", "token", "none", "none", "sequence", "none", "all"),
+    "raft": ("raft", "token", "none", "none", "sequence_sum", "none", "all"),
     "abc": ("grpo", "token", "abc", "none", "sequence", "none", "all"),
     "ppo": ("gae", "token", "symmetric", "k1_reward", "token", "none", "all"),
     "luspo": ("grpo", "sequence", "gspo", "none", "luspo", "none", "all"),

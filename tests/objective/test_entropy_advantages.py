@@ -31,6 +31,10 @@ def test_gtpo_by_hand():
     a = objective.advantages(REWARDS, IDS, mask, correct=RIGHT, entropy=entropy)
     # right: 0.95, 1, 1.05 have mean 1 and std 0.05; wrong: -1.06, -0.94, -1 have mean -1 and std 0.06
     assert a.flatten().tolist() == pytest.approx([-1, 0, 1, 0, -1, 0, 1, 0], abs=1e-4)
+    together = load_objective(["advantage=gtpo", "advantage.alpha1=0.9", "advantage.together=true"])
+    a = together.advantages(REWARDS, IDS, mask, correct=RIGHT, entropy=entropy)
+    std = ((0.95**2 + 1 + 1.05**2 + 1.06**2 + 0.94**2 + 1) / 5) ** 0.5  # the mean of all six is 0
+    assert a.flatten().tolist() == pytest.approx([x / std for x in (0.95, 1, 1.05, 0, -1.06, 0, -0.94, -1)], abs=1e-5)
 
 
 def test_gtpo_compares_t_th_tokens_wherever_they_stand():

@@ -21,12 +21,14 @@ class GTPO:
     The sums over k are over the completions of the group that are right (or wrong) and have a t-th token, d_t of them;
     H is the entropy of the old policy, at least 1e-8. So a right completion is rewarded most where the policy was
     undecided, a wrong one punished most where it was sure. A = 0 in a set whose s are all equal, and where the rewards
-    of the group are. As printed, about half of the tokens of right completions get a negative advantage.
+    of the group are. As printed the right and the wrong are normalised apart, so that about half of the tokens of right
+    completions get a negative advantage, and what is left of the outcome is where the policy was undecided.
 
     Source: GTPO (arXiv 2508.04349 v6), eq. 3, 5 and 6.
 
     alpha1, alpha2: in [0, inf). With alpha1 + alpha2 = 1 and rewards of 1 the shaped rewards at each position add up to
     the unshaped ones.
+    together: the moments are over all tokens of the group instead, right and wrong (ours: right ones stay positive).
     unbiased: divide the squared deviations by n - 1 (true) or n (false).
     eps: added to std; in (0, inf), because equal shares may differ by rounding.
     """
@@ -37,12 +39,14 @@ class GTPO:
     varies_within_row: ClassVar[bool] = True
     alpha1: float = 1.0
     alpha2: float = 0.1
+    together: bool = False
     unbiased: bool = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_number("advantage.alpha1", self.alpha1, "[0, inf)")
         check_number("advantage.alpha2", self.alpha2, "[0, inf)")
+        check_bool("advantage.together", self.together)
         check_bool("advantage.unbiased", self.unbiased)
         check_number("advantage.eps", self.eps, "(0, inf)")
 
@@ -66,7 +70,8 @@ class GTPO:
         """rewards [N] float (NaN: none), group_ids [N], mask [N, T], correct [N] bool, entropy [N, T] -> A [N, T]."""
         shaped = self.shaped(rewards, group_ids, mask, correct, entropy)
         counted = mask & ~torch.isnan(rewards)[:, None]
-        sets = (2 * group_index(group_ids)[0] + correct.bool())[:, None].expand(mask.shape)[counted]
+        sets = group_ids if self.together else 2 * group_index(group_ids)[0] + correct.bool()
+        sets = sets[:, None].expand(mask.shape)[counted]
         tokens = group_moments(shaped[counted], sets, unbiased=self.unbiased)
         normalised = ((shaped[counted] - tokens.mean) / (tokens.std + self.eps)).where(tokens.varied, 0)
         informative = group_moments(rewards, group_ids).varied[:, None]

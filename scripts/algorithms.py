@@ -28,6 +28,8 @@ DOCUMENT = ROOT / "docs" / "algorithms.md"
 # What an algorithm cannot do without; everything else is the same for all of them.
 REWARDS = {"process": ["reward=[exact,process]"], "gdpo": ["reward=[exact,format]"]}
 PRESETS = sorted(path.stem for path in (conf_dir() / "algorithm").glob("*.yaml"))
+# Beside the presets: what is typed behind a preset's name.
+VARIANTS = {"gtpo": ["advantage.together=true"]}
 
 
 def main() -> None:
@@ -40,27 +42,34 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the document alone")
     options = parser.parse_args()
     if not options.table:
-        runs = [(preset, seed) for seed in options.seeds for preset in options.presets]
-        presets, seeds = zip(*runs, strict=True)
+        chosen = [variant for preset in options.presets for variant in _variants(preset)]
+        runs = [(variant, seed) for seed in options.seeds for variant in chosen]
+        variants, seeds = zip(*runs, strict=True)
         with Progress() as bar, ThreadPoolExecutor(options.jobs) as pool:
             task = bar.add_task("runs", total=len(runs))
-            failures = pool.map(run, presets, seeds, [options] * len(runs))
-            for (preset, seed), failure in zip(runs, failures, strict=True):
+            failures = pool.map(run, variants, seeds, [options] * len(runs))
+            for (variant, seed), failure in zip(runs, failures, strict=True):
                 bar.advance(task)
                 if failure:
-                    bar.console.print(f"algorithm={preset} seed={seed} failed: {failure}")
+                    bar.console.print(f"algorithm={variant} seed={seed} failed: {failure}")
     write(options.folder, options.rollouts)
 
 
-def run(preset: str, seed: int, options: argparse.Namespace) -> str | None:
+def _variants(preset: str) -> list[str]:
+    """The preset, and the preset with what is typed behind it."""
+    return [preset, *(f"{preset} {more}" for more in VARIANTS.get(preset, []))]
+
+
+def run(variant: str, seed: int, options: argparse.Namespace) -> str | None:
     """One run, unless it is there; returns what went wrong, if anything."""
-    folder = options.folder / preset / f"seed={seed}"
+    preset, *more = variant.split()
+    folder = options.folder / variant.replace(" ", ",") / f"seed={seed}"
     if (summary := _summary(folder)) and summary["rollouts"] == options.rollouts:
         return None
     command = [
-        sys.executable, "train.py", f"algorithm={preset}", *REWARDS.get(preset, []), f"seed={seed}", "trainer=cpu",
-        "logger=none", f"trainer.max_epochs={options.rollouts}", f"eval.every={options.rollouts}", "resume=auto",
-        f"hydra.run.dir='{folder}'",
+        sys.executable, "train.py", f"algorithm={preset}", *more, *REWARDS.get(preset, []), f"seed={seed}",
+        "trainer=cpu", "logger=none", f"trainer.max_epochs={options.rollouts}", f"eval.every={options.rollouts}",
+        "resume=auto", f"hydra.run.dir='{folder}'",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -89,9 +98,9 @@ def results(folder: Path, rollouts: int) -> str:
         "| `algorithm=` | paper | what it changes | before | sampled after | each seed | greedy after | tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for preset in PRESETS:
-        paper, changes = _comment(preset)
-        found = [_summary(path) for path in sorted((ROOT / folder / preset).glob("seed=*"))]
+    for variant in (variant for preset in PRESETS for variant in _variants(preset)):
+        paper, changes = _comment(variant.split()[0]) if " " not in variant else ("", "")
+        found = [_summary(path) for path in sorted((ROOT / folder / variant.replace(" ", ",")).glob("seed=*"))]
         runs = [summary for summary in found if summary and summary["rollouts"] == rollouts]
         if runs:
             after = [summary["val_accuracy"] for summary in runs]
@@ -102,7 +111,7 @@ def results(folder: Path, rollouts: int) -> str:
             ]  # fmt: skip
         else:
             numbers = ["", "not run", "", "", ""]
-        lines.append(" | ".join(["| `" + preset + "`", paper, changes, *numbers]) + " |")
+        lines.append(" | ".join(["| `" + variant + "`", paper, changes, *numbers]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -40,6 +40,7 @@ from grpo_lightning.lora import has_adapters
 from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import Objective
+from grpo_lightning.objective.entropy import KLCov
 from grpo_lightning.objective.pairs import named, trait
 from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.auto import auto_choice
@@ -125,6 +126,9 @@ def build(
     if objective.needs_reference and not has_adapters(policy):
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     engine = build_engine(cfg, folder)
+    steps = cfg["update"].epochs * cfg["update"].minibatches
+    if isinstance(objective.entropy, KLCov) and steps == 1 and not cfg.rollout.ahead:
+        log.warning("entropy=kl_cov does nothing with one optimiser step a rollout: set update.minibatches or .epochs")
     critic = None
     if objective.takes("values") and not cfg.critic and cfg.advantage.get("lam", 1) < 1:
         log.warning("advantage=gae without a critic: advantage.lam=%g discounts the reward", cfg.advantage.lam)
@@ -327,7 +331,8 @@ def _check_rewards(objective: Objective, rewards: RewardSet) -> None:
                 f"{option} needs to know right from wrong, which no component of {chosen} tells: add exact"
             )
     if objective.needs("step_rewards") and not rewards.judges_steps:
-        raise UsageError(f"{advantage} needs rewards of steps, which nothing in {chosen} gives: add process")
+        more = f"reward=[{','.join([*rewards.components, 'process'])}]"
+        raise UsageError(f"{advantage} needs rewards of steps, which nothing in {chosen} gives: for example {more}")
 
 
 def _optimizer(options: DictConfig) -> Any:

@@ -19,9 +19,8 @@ def card(cfg: DictConfig, objective: Objective, choices: Mapping[str, str]) -> s
     rows = [(symbol, name, what.formula, what.source) for symbol, name, what in terms(objective, choices)]
     rewards = " + ".join(f"{options.get('weight', 1):g} {name}" for name, options in cfg.reward.items())
     rows.insert(0, ("r", "reward", f"r_i = {rewards}", ""))
-    if cfg.critic:
-        value_loss = f"loss += {cfg.critic.get('coef', 1):g} times the value loss"
-        rows.append(("V", f"critic={choices.get('critic', '')}", value_loss, "PPO (arXiv 1707.06347), eq. 9"))
+    if objective.takes("values"):
+        rows.append(("V", f"critic={choices.get('critic', '')}", *_critic(cfg.critic)))
     wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"algorithm={choices.get('algorithm', '?')}  {formula(objective)}"]
     for symbol, name, text, source in rows:
@@ -45,6 +44,19 @@ def card(cfg: DictConfig, objective: Objective, choices: Mapping[str, str]) -> s
     return "\n".join(lines)
 
 
+def _critic(options: DictConfig) -> tuple[str, str]:
+    """What the values are and how they are trained, and its source."""
+    if not options:
+        return "V = 0", ""
+    near = (
+        "" if options.get("epsilon") is None else f"clip(V, V_old - {options.epsilon:g}, V_old + {options.epsilon:g})"
+    )
+    error = f"max((V - R)^2, ({near} - R)^2)" if near else "(V - R)^2"
+    rate = "that of the policy" if options.get("lr") is None else f"{options.lr:g}"
+    what = f"loss += {options.get('coef', 1):g} / N sum_{{i,t}} 1/2 {error}, R = A + V_old, learning rate {rate}"
+    return what, "PPO (arXiv 1707.06347), eq. 9; clipped as in its released code"
+
+
 def differences(cfg: DictConfig, choices: Mapping[str, str]) -> list[str]:
     """Options and values of the objective that the preset alone would not have given, as they would be typed."""
     preset = choices.get("algorithm")
@@ -54,6 +66,8 @@ def differences(cfg: DictConfig, choices: Mapping[str, str]) -> list[str]:
     theirs = plain.hydra.runtime.choices
     found = []
     for group in (*GROUPS, "critic"):
+        if choices.get(group) is None:  # not chosen from the options of the group
+            continue
         if choices.get(group) != theirs.get(group):
             found.append(f"{group}={choices.get(group)}")
             base: Any = compose("train", [f"algorithm={preset}", f"{group}={choices.get(group)}"])[group]

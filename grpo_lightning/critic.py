@@ -96,4 +96,4 @@ def head(policy: nn.Module, path: str, attn_implementation: str | None, **option
 def model(policy: nn.Module, path: str, attn_implementation: str | None, **options: Any) -> Critic:
     """critic=model: a model of its own that begins as the policy does; its memory is what GRPO saves."""
     own = load_policy(path, attn_implementation=attn_implementation)
-    return Critic(policy, trunk=cast(nn.Module, own.base_model), **options)
+    return Critic(policy, trunk=cast(nn.Module, own.base_model).train(), **options)  # dropout is off in either mode

@@ -9,8 +9,8 @@ from typing import Any
 from grpo_lightning.data.prompts import Prompt
 from grpo_lightning.distributed import gather, join, share
 from grpo_lightning.reward import RewardSet
-from grpo_lightning.rollout.collect import reward_batch
 from grpo_lightning.rollout.engine import Engine, Request, SamplingParams, of_all, own_part
+from grpo_lightning.rollout.rows import reward_batch
 
 log = logging.getLogger(__name__)
 

@@ -177,7 +177,8 @@ class GRPOModule(L.LightningModule):
         if not self._steps:
             return
         names = self._steps[0].keys() - {"rows"}
-        mean = {name: sum(step[name] for step in self._steps) / len(self._steps) for name in names}
+        tokens = sum(step["update/tokens"] for step in self._steps)
+        mean = {name: sum(step[name] * step["update/tokens"] for step in self._steps) / tokens for name in names}
         self.objective.observe(mean, int(sum(step["rows"] for step in self._steps)) // self.buffer.epochs)
         if self.reference_every and self.global_step // self.reference_every > self._reference_updates:
             self._reference_updates = self.global_step // self.reference_every
@@ -317,7 +318,7 @@ class GRPOModule(L.LightningModule):
     def keep_weights(self) -> None:
         """Remember the policy's weights as they are now, for `kept_weights`; one more copy of them, on the CPU."""
         unshare(self.policy)
-        self._kept = [local(parameter).detach().to("cpu", copy=True) for parameter in self._trained()]
+        self._kept = [local(parameter).detach().to("cpu", copy=True) for parameter in self._sampled_with()]
 
     @contextmanager
     def kept_weights(self) -> Iterator[None]:
@@ -331,10 +332,14 @@ class GRPOModule(L.LightningModule):
     @torch.no_grad()
     def _exchange_weights(self) -> None:
         unshare(self.policy)
-        for number, parameter in enumerate(self._trained()):
+        for number, parameter in enumerate(self._sampled_with()):
             now = local(parameter).detach().to("cpu", copy=True)
             local(parameter).copy_(self._kept[number])
             self._kept[number] = now
+
+    def _sampled_with(self) -> list[nn.Parameter]:
+        """The weights that say what a rollout's rows were sampled and valued with."""
+        return [*self._trained(), *(self.critic.parameters() if self.critic is not None else ())]
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]

@@ -265,6 +265,10 @@ def _identity(cfg: DictConfig) -> dict[str, Any]:
         "algorithm",
     ]
     algorithm = {group: choices.get(group) for group in groups}
+    for group in groups:
+        target = str((cfg.get(group) or {}).get("_target_", "grpo_lightning."))
+        if not target.startswith("grpo_lightning."):  # a user's own, in the place of the option that was chosen
+            algorithm[group] = target
     algorithm["reward"] = "+".join(cfg.reward)
     return {"algorithm": algorithm, "engine": None, "seed": cfg.seed}
 

@@ -153,7 +153,7 @@ def test_a_run_with_a_critic_resumes_as_if_it_had_never_stopped(command, toy, ru
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["critic=head"], "this advantage takes no values of a critic: advantage=gae, or critic=none"),
+        (["critic=head"], "advantage=grpo takes no values of a critic: advantage=gae, or critic=none"),
         (["algorithm=ppo", "critic.coef=0"], "critic.coef must be in (0, inf), got 0"),
         (["algorithm=ppo", "critic.epsilon=-1"], "critic.epsilon must be in (0, inf), got -1"),
         (["algorithm=ppo", "trainer=fsdp", "trainer.devices=2"], "critic does not go with trainer=fsdp"),
@@ -163,3 +163,21 @@ def test_a_run_with_a_critic_resumes_as_if_it_had_never_stopped(command, toy, ru
 def test_what_is_refused(command, options, message, run_dir):
     code, _, err = command("trainer=cpu", *options, f"hydra.run.dir={run_dir}")
     assert code == 2 and message in err
+
+
+def test_what_was_sampled_ahead_is_valued_by_the_critic_of_then(tmp_path):
+    policy = llama(0)
+    module, _ = fit(
+        make_rows(), ["kl=none", "advantage=gae"], tmp_path, policy=policy, critic=critic_of("model", policy), fill=Returns
+    )  # fmt: skip
+    rows = make_rows()
+    before = [scores.values for scores in module.score(rows, False)]
+    module.keep_weights()
+    with torch.no_grad():
+        for parameter in module.critic.parameters():
+            parameter.add_(0.1)
+    after = [scores.values for scores in module.score(rows, False)]
+    with module.kept_weights():
+        kept = [scores.values for scores in module.score(rows, False)]
+    for old, new, then in zip(before, after, kept, strict=True):
+        assert torch.equal(old, then) and not torch.equal(old, new)

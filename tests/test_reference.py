@@ -88,6 +88,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(command, toy, run_dir, 
     [
         (["kl=none", "reference.every=5"], "reference.every moves the reference policy, but kl=none has none"),
         (["reference.every=0"], "reference.every must be a whole number of optimiser steps from 1, or null, got 0"),
+        (["reference.mix=0.5"], "reference.mix=0.5 does nothing without reference.every"),
         (["reference.mix=0"], "reference.mix must be in (0, 1] (1: a copy of the policy), got 0"),
         (["reference.every=5", "model.lora.r=4"], "with model.lora the reference policy is the model without"),
         (["reference.every=x"], "reference.every"),

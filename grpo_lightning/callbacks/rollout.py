@@ -1,12 +1,14 @@
 """RolloutCallback: one Lightning epoch is one exploration. It fills the buffer before the epoch's optimiser steps."""
 
 import logging
+import re
 from typing import Any
 
 import lightning as L
 
 from grpo_lightning.module import GRPOModule
-from grpo_lightning.rollout.collect import Collector, Rollout
+from grpo_lightning.rollout.collect import Collector
+from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class RolloutCallback(L.Callback):
         with trainer.precision_plugin.forward_context():  # the sampler computes as the trainer does
             rollout = self.collector.collect(number)
         self.collector.engine.sleep()
-        for message in dict.fromkeys(rollout.errors):
+        for message in _together(rollout.errors):
             log.warning("rollout %d: %s", number, message)
         for name in self.collector.rewards.components:
             if rollout.metrics[f"reward/{name}/missing_fraction"] == 1:
@@ -42,6 +44,8 @@ class RolloutCallback(L.Callback):
         pl_module.buffer.fill(rollout.rows, number)
         pl_module.rollout_metrics = {"rollout": number, "rollout/tokens": rollout.tokens_generated, **rollout.metrics}
         self.folder.write_rows(self.folder.rollouts, number, rollout.records)
+        if rollout.groups and not any(row.advantage is not None and row.advantage.any() for row in rollout.rows):
+            log.warning("rollout %d: every advantage is 0, so nothing is learnt from its rewards", number)
         if not rollout.groups:
             log.warning("rollout %d: no group has varied rewards, so there is no optimiser step", number)
         if self.ahead and number != trainer.max_epochs:
@@ -59,3 +63,15 @@ class RolloutCallback(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.collector.load_state_dict(state_dict["collector"])
         self.tokens_generated = state_dict["tokens_generated"]
+
+
+def _together(messages: list[str]) -> list[str]:
+    """One line for what was said of several rows: "reward.x: row 3: late" ten times is "reward.x: 10 rows: late"."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for message in messages:
+        found = re.fullmatch(r"(.*?: )row \d+: (.*)", message, re.DOTALL)
+        kinds.setdefault((found[1], found[2]) if found else (message, ""), []).append(message)
+    return [
+        group[0] if len(group) == 1 or not what else f"{where}{len(group)} rows: {what}"
+        for (where, what), group in kinds.items()
+    ]

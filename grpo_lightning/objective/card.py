@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from grpo_lightning.objective.checks import keywords
 from grpo_lightning.objective.clip import NoClip
 from grpo_lightning.objective.correction import NoCorrection
 from grpo_lightning.objective.entropy import NoEntropy
@@ -44,6 +45,10 @@ def term(option: Any) -> Term:
     if values:
         pattern = r"(?<![\w.])(" + "|".join(sorted(values, key=len, reverse=True)) + r")(?![\w(])"
         first = re.sub(pattern, lambda match: f"{values[match[1]]:g}", first)
+    if trait(option, "drop_truncated"):
+        first = f"{first} Truncated rows leave the loss."
+    if estimator := getattr(option, "estimator", None):
+        first = first.replace("estimator", estimator, 1)
     return Term(first, " ".join(found[1].split()) if found else "")
 
 
@@ -69,11 +74,12 @@ def terms(objective: Objective, choices: Mapping[str, str] | None = None) -> lis
             continue
         if group == "ratio" and isinstance(objective.clip, NoClip):
             continue  # there is no ratio
-        name = f"{group}={choices[group]}" if choices and group in choices else named(group, option)
+        ours = type(option).__module__.startswith("grpo_lightning.")  # a user's own is not what stood in its place
+        name = f"{group}={choices[group]}" if ours and choices and group in choices else named(group, option)
         what = term(option)
-        if trait(option, "drop_truncated"):
-            what = what._replace(formula=f"{what.formula} Truncated rows leave the loss.".strip())
         if trait(option, "in_reward"):
-            what = what._replace(formula=f"{what.formula} r_i -= sum_t kl_{{i,t}}.")
+            by_token = "kl_penalty" in keywords(objective.advantage)
+            taken = "r_{i,t} -= kl_{i,t}, token by token" if by_token else "r_i -= sum_t kl_{i,t}"
+            what = what._replace(formula=f"{what.formula} {taken}.")
         rows.append((symbol, name, what))
     return rows

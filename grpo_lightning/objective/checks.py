@@ -1,7 +1,7 @@
 """What every option and entry point checks about its inputs, each with an error that names the culprit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
@@ -63,3 +63,30 @@ def call(label: str, option: Callable[..., Any], *args: Any, **available: Any) -
         if required and name not in given:
             raise ValueError(f"{label} needs `{name}`, which was not given")
     return option(*args, **given)
+
+
+def check_keywords(
+    mask: Tensor,
+    *,
+    correct: Tensor | None,
+    components: Mapping[str, Tensor] | None,
+    step_rewards: Tensor | None,
+    step_ends: Tensor | None,
+    prompt_ids: Tensor | None,
+) -> None:
+    """Raise ValueError naming what is not of the rows and positions of `mask` [N, T], or not a number."""
+    rows = mask.shape[:1]
+    for name, values in {"correct": correct, "prompt_ids": prompt_ids, **(components or {})}.items():
+        if values is not None:
+            check_shape(name, values, rows)
+            if values.is_floating_point() and torch.isinf(values).any():
+                raise ValueError(f"{name} is infinite at row {int(torch.isinf(values).nonzero()[0])}")
+    if correct is not None and correct.is_floating_point() and torch.isnan(correct).any():
+        raise ValueError(f"correct is nan at row {int(torch.isnan(correct).nonzero()[0])}: give the row no reward")
+    if step_rewards is not None and step_ends is not None:
+        check_shape("step_rewards", step_rewards, torch.Size([*rows, *step_rewards.shape[1:2]]))
+        check_shape("step_ends", step_ends, step_rewards.shape)
+        if torch.isinf(step_rewards).any():
+            raise ValueError(f"step_rewards is infinite at row {int(torch.isinf(step_rewards).nonzero()[0][0])}")
+        if (step_ends >= mask.shape[1]).any():
+            raise ValueError(f"step_ends has a position behind the last of {mask.shape[1]}: {int(step_ends.max())}")

@@ -35,7 +35,7 @@ def group_moments(rewards: Tensor, group_ids: Tensor, *, unbiased: bool = True) 
     """Moments of `rewards` [N] within each group of `group_ids` [N]; NaN rewards are left out.
 
     Two passes (mean, then squared deviations): E[x^2] - mean^2 loses every digit when rewards are nearly equal.
-    A group with one reward, or none, has std 0 and is not varied.
+    A group with one reward, or none, has std 0 and is not varied. Nor is one whose rewards differ by their last digits.
     """
     index, groups = group_index(group_ids)
     there = ~torch.isnan(rewards)
@@ -46,7 +46,9 @@ def group_moments(rewards: Tensor, group_ids: Tensor, *, unbiased: bool = True) 
     std = (group_sum(deviation.square(), index, groups) / (count - int(unbiased)).clamp(min=1)).sqrt()
     lowest = torch.full_like(mean, torch.inf).scatter_reduce(0, index, values.where(there, torch.inf), "amin")
     highest = torch.full_like(mean, -torch.inf).scatter_reduce(0, index, values.where(there, -torch.inf), "amax")
-    return Moments(count[index], mean[index], std[index], (highest > lowest)[index])
+    # What weights and sums round off is no difference between rewards; divided by such a std it would be one of size 1.
+    rounding = 16 * torch.finfo(rewards.dtype).eps * torch.maximum(highest.abs(), lowest.abs())
+    return Moments(count[index], mean[index], std[index], (highest - lowest > rounding)[index])
 
 
 def per_token(values: Tensor, mask: Tensor) -> Tensor:

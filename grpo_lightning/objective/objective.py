@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from grpo_lightning.objective.build import build_part
-from grpo_lightning.objective.checks import call, check_finite, check_mask, check_shape, keywords
+from grpo_lightning.objective.checks import call, check_finite, check_keywords, check_mask, check_shape, keywords
 from grpo_lightning.objective.correction import sampler_ratio
 from grpo_lightning.objective.groups import group_index, per_token
 from grpo_lightning.objective.kl import K3, MAX_LOG_RATIO
@@ -196,12 +196,16 @@ class Objective:
             entropy = _clean("entropy", entropy.detach(), mask, dtype)
         if values is not None:
             values = _clean("values", values.detach(), mask, dtype)
+        check_keywords(
+            mask, correct=correct, components=components, step_rewards=step_rewards, step_ends=step_ends,
+            prompt_ids=prompt_ids,
+        )  # fmt: skip
         available = dict(
             correct=correct, components=components, component_weights=component_weights, kl_penalty=kl_penalty,
             step_rewards=step_rewards, step_ends=step_ends, entropy=entropy, prompt_ids=prompt_ids, values=values,
         )  # fmt: skip
         result = call(named("advantage", self.advantage), self.advantage, rewards, group_ids, mask, **available)
-        check_shape("the advantage", result, mask.shape)
+        check_shape(f"what {named('advantage', self.advantage)} gives", result, mask.shape)
         there = per_token(torch.ones_like(rewards), mask).bool() & ~torch.isnan(rewards)[:, None]
         return result.to(dtype).where(there, 0)
 

@@ -51,13 +51,15 @@ class SoftPunishment:
         if self.cache is not None:
             limit = "inf)" if self.max_length is None else f"{self.max_length}]"
             check_number("overlong.cache", self.cache, f"[0, {limit}")
+        elif self.max_length is not None:
+            object.__setattr__(self, "cache", self.max_length / 5)
         check_bool("overlong.drop_truncated", self.drop_truncated)
 
     def __call__(self, lengths: Tensor) -> Tensor:
         """lengths [N] int: completion tokens without padding -> what is added to the rewards [N], in [-1, 0]."""
         if self.max_length is None:
             raise ValueError("overlong=soft needs overlong.max_length, the longest completion in tokens")
-        cache = self.max_length / 5 if self.cache is None else self.cache
-        over = lengths.to(exact_dtype(lengths.device)) - (self.max_length - cache)
-        inside = torch.zeros_like(over) if cache == 0 else -(over / cache).clamp(min=0)
+        assert self.cache is not None
+        over = lengths.to(exact_dtype(lengths.device)) - (self.max_length - self.cache)
+        inside = torch.zeros_like(over) if self.cache == 0 else -(over / self.cache).clamp(min=0)
         return torch.where(lengths > self.max_length, -1.0, inside)

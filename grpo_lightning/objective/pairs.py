@@ -76,6 +76,7 @@ def _takes_off_rewards(parts: dict[str, Any]) -> list[str]:
 def warnings(parts: dict[str, Any]) -> list[str]:
     """What works but should be said aloud, a line each; `parts` is group -> option."""
     kl, loss_norm, correction = parts["kl"], parts["loss_norm"], parts["correction"]
+    other = named("advantage", parts["advantage"])
     estimator, lines = getattr(kl, "estimator", trait(kl, "name")), []
     if estimator == "k1" and not trait(kl, "in_reward"):
         lines.append("kl=k1 in the loss has zero expected gradient: use kl=k2 or kl=k3, or kl.in_reward=true")
@@ -89,6 +90,13 @@ def warnings(parts: dict[str, Any]) -> list[str]:
                 f"{this} with {named('correction', correction)}: the tokens of a row share one surrogate, "
                 "so the row is weighed by the mean of its factors; correction=sequence_mask has one factor per row"
             )
+    if getattr(parts["advantage"], "together", True) is False:
+        lines.append(
+            f"{other} normalises right and wrong completions apart, as printed in the paper: on average neither is "
+            "raised above the other; advantage.together=true raises the right ones"
+        )
+    if trait(parts["advantage"], "rewards_read") == "none" and "step_rewards" in keywords(parts["advantage"]):
+        lines.append(f"{other} learns from the rewards of steps alone: other components of reward have no gradient")
     if trait(parts["advantage"], "rewards_read") == "right":
         for this in _takes_off_rewards(parts):
             lines.append(

@@ -33,7 +33,7 @@ def equal(gold: list[Any], answer: list[Any]) -> bool:
     from math_verify import verify
 
     try:
-        return bool(answer) and bool(verify(gold, answer, timeout_seconds=None))
+        return bool(answer) and bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
     except Exception:
         return False
 

@@ -1,14 +1,11 @@
 """One exploration: draw prompts, sample a group of completions for each, score them, and make the rows to train on."""
 
-import bisect
 import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,87 +14,18 @@ from torch import Tensor
 from grpo_lightning.clock import PhaseClock
 from grpo_lightning.data.prompts import Prompt, PromptStream
 from grpo_lightning.distributed import gather, join, share
+from grpo_lightning.errors import RunError
 from grpo_lightning.objective import Objective
-from grpo_lightning.reward import RewardBatch, RewardSet, Step
+from grpo_lightning.reward import RewardSet
 from grpo_lightning.rollout.buffer import Row, Scores, pad_completions
 from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams, of_all, own_part
+from grpo_lightning.rollout.groups import Ahead, Draw, Group, Rollout
 from grpo_lightning.rollout.metrics import rollout_metrics
+from grpo_lightning.rollout.rows import make_row, pad_steps, reward_batch, step_positions
 
 log = logging.getLogger(__name__)
 
 TRAIN_STREAM = 0  # keeps training samples apart from those of validation under the same seed
-
-
-@dataclass
-class Group:
-    """All completions of one drawn prompt, scored. Kept whole from sampling to the minibatch.
-
-    `task_rewards` [G] and `components` {name: [G]} are float64 with NaN where there was no score.
-    `rollout` is the number (from 1) of the rollout it was sampled for; `weights_rollout` that of the rollout which
-    trained, or trains, first on the weights that sampled it: one less where it was sampled ahead.
-    `steps` are those of each row that were judged: the completion position of the last token, and the reward.
-    """
-
-    rows: list[Row]
-    task_rewards: Tensor
-    components: dict[str, Tensor]
-    correct: list[bool | None]
-    truncated: Tensor
-    rollout: int
-    weights_rollout: int
-    steps: list[list[tuple[int, float]]]
-
-    @property
-    def pass_rate(self) -> float:
-        """Share of the completions that are correct, of those with a verdict; NaN where there is none."""
-        judged = [value for value in self.correct if value is not None]
-        return sum(judged) / len(judged) if judged else math.nan
-
-
-@dataclass
-class Draw:
-    """The scored groups of one draw of P prompts, with the messages of the rewards, and how long it was generated."""
-
-    groups: list[Group]
-    errors: list[str]
-    seconds: float
-
-
-@dataclass
-class Ahead:
-    """A draw for rollout `number` that is being generated while the rollout before is trained on."""
-
-    number: int
-    prompts: list[tuple[int, Prompt]]
-    completions: "Future[list[list[Completion]]]"
-    started: float
-    ended: float | None = None
-
-    def end(self, _: Any) -> None:
-        self.ended = time.perf_counter()
-
-
-@dataclass
-class Rollout:
-    """What one exploration gave: the groups to train on, those drawn for it, and the metrics over the latter."""
-
-    number: int
-    groups: list[Group]
-    drawn: list[Group]
-    metrics: dict[str, float]
-    tokens_generated: int
-    errors: list[str]
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """Every completion drawn for this rollout and every one trained on in it, each once."""
-        trained = {group.rows[0].group_id for group in self.groups}
-        others = [group for group in self.drawn if group.rows[0].group_id not in trained]
-        return [row.record for group in [*self.groups, *others] for row in group.rows]
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for group in self.groups for row in group.rows]
 
 
 class Collector:
@@ -252,7 +180,7 @@ class Collector:
         for index, prompt, completions in sampled:
             span = slice(at, at + len(completions))
             at = span.stop
-            rows = [_row(prompt, completion, index) for completion in completions]
+            rows = [make_row(prompt, completion, index) for completion in completions]
             components = {name: values[span] for name, values in result.components.items()}
             for k, row in enumerate(rows):
                 row.record = {
@@ -315,6 +243,9 @@ class Collector:
         truncated = torch.cat([group.truncated for group in groups])
         lengths = torch.tensor([row.length for row in rows])
         rewards = self.objective.shaped_rewards(task_rewards, lengths, truncated)
+        if self.objective.needs("correct"):  # a row without a verdict is neither right nor wrong: it is left out
+            unjudged = torch.tensor([value is None for group in groups for value in group.correct])
+            rewards = rewards.masked_fill(unjudged, math.nan)
         kl_penalty = None
         if self.objective.kl_in_reward:
             old = pad_completions([_present(row.old_logp) for row in rows], width)
@@ -324,14 +255,14 @@ class Collector:
         correct = torch.tensor([value is True for group in groups for value in group.correct])
         step_rewards = step_ends = None
         if self.rewards.judges_steps:
-            step_rewards, step_ends = _steps([steps for group in groups for steps in group.steps])
+            step_rewards, step_ends = pad_steps([steps for group in groups for steps in group.steps])
         values = None
         if self.has_critic:
             values = pad_completions([_present(row.values) for row in rows], width)
             returns = self.objective.returns(rewards, mask, values, kl_penalty=kl_penalty)
             for row, value in zip(rows, returns, strict=True):
                 row.returns = value[: row.length].float()
-        advantages = self.objective.advantages(
+        advantages = self._advantages(
             rewards,
             group_ids,
             mask,
@@ -353,6 +284,12 @@ class Collector:
             if not kept:
                 row.record["status"] = "out of the loss"
             row.loss_mask = torch.arange(len(row.token_ids)) >= row.start if kept else torch.zeros_like(row.loss_mask)
+
+    def _advantages(self, *args: Any, **keywords: Any) -> Tensor:
+        try:
+            return self.objective.advantages(*args, **keywords)
+        except ValueError as error:  # rewards that this advantage cannot take, say
+            raise RunError(str(error)) from error
 
     def _score_policy(self, rows: list[Row], *, old_logp: bool) -> None:
         """Fill in what the weights that sampled the rows say of them, where it is needed and still missing."""
@@ -383,64 +320,6 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
         self.surplus, self._ready = state["surplus"], state["ready"]
-
-
-def reward_batch(
-    prompts: list[Prompt],
-    completions: list[Completion],
-    *,
-    group_ids: list[int],
-    keys: list[tuple[int, ...]],
-    decode: Callable[[list[int]], str],
-) -> RewardBatch:
-    """Prompts and completions, row by row, as reward components see them. Text is decoded for them alone."""
-    names = sorted({name for prompt in prompts for name in prompt.columns})
-    return RewardBatch(
-        prompts=[prompt.text for prompt in prompts],
-        completions=[decode(completion.token_ids) for completion in completions],
-        answers=[prompt.answer for prompt in prompts],
-        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in names},
-        completion_ids=[completion.token_ids for completion in completions],
-        group_ids=group_ids,
-        keys=keys,
-        finish_reasons=[completion.finish_reason for completion in completions],
-    )
-
-
-def _row(prompt: Prompt, completion: Completion, group_id: int) -> Row:
-    token_ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
-    return Row(
-        token_ids=token_ids,
-        loss_mask=torch.arange(len(token_ids)) >= len(prompt.token_ids),
-        start=len(prompt.token_ids),
-        group_id=group_id,
-        prompt_id=prompt.prompt_id,
-        sampler_logp=torch.tensor(completion.logps),
-        weights_version=completion.weights_version,
-    )
-
-
-def step_positions(
-    token_ids: list[int], steps: list[Step], decode: Callable[[list[int]], str]
-) -> list[tuple[int, float]]:
-    """(position of its last token, reward) of each step with a reward. The last step takes what follows it along: the
-    end-of-sequence token has no text of its own."""
-    positions = []
-    for step in steps:
-        if step.reward is None:
-            continue
-        # The first place behind which the text reaches the end of the step.
-        at = bisect.bisect_left(range(1, len(token_ids)), step.end, key=lambda n: len(decode(token_ids[:n])))
-        positions.append((len(token_ids) - 1 if step is steps[-1] else at, step.reward))
-    return positions
-
-
-def _steps(rows: list[list[tuple[int, float]]]) -> tuple[Tensor, Tensor]:
-    """step_rewards [N, S] float64, NaN where there is no such step, and step_ends [N, S] int64, -1 there."""
-    most = max(map(len, rows))
-    rewards = [[reward for _, reward in row] + [math.nan] * (most - len(row)) for row in rows]
-    ends = [[end for end, _ in row] + [-1] * (most - len(row)) for row in rows]
-    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(ends, dtype=torch.long)
 
 
 def _present(value: Tensor | None) -> Tensor:

@@ -1,15 +1,11 @@
 """Metrics of one rollout, over every completion that was drawn for it, whether or not its group was kept."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from grpo_lightning.rollout.collect import Group
+from grpo_lightning.rollout.groups import Group
 
 
 def nan_mean(values: Tensor) -> float:

@@ -227,3 +227,18 @@ def test_bad_input_is_named():
         objective.advantages(torch.zeros(2), ids[:1], mask)
     with pytest.raises(ValueError, match="mask must be a bool tensor"):
         objective.advantages(torch.zeros(2), ids, mask.float())
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    # P19: 0.1 + 0.2 is not 0.3; divided by its own std the difference would be an advantage of size 1.
+    rewards = torch.tensor([0.3, 0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
+    assert rewards.max() > rewards.min()
+    ids, mask = torch.zeros(4, dtype=torch.long), full(4, 2)
+    keywords = dict(
+        correct=torch.zeros(4), entropy=torch.rand(4, 2, generator=torch.Generator().manual_seed(0)), prompt_ids=ids
+    )
+    for name in ("grpo", "dr_grpo", "rloo", "gtpo", "grpo_s", "dcpo", "maxrl", "opo", "pass_at_k"):
+        assert compose(advantage=name).advantages(rewards, ids, mask, **keywords).abs().max() < 1e-15, name
+    near = torch.tensor([2.0, 2.00001])  # in float32, and well above its rounding
+    a = compose(advantage="grpo").advantages(near, ids[:2], mask[:2])
+    assert a[:, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=0.2)

@@ -1,5 +1,6 @@
 """The advantages of the family: by hand from the papers, against plain loops, in any layout."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import chain
@@ -71,14 +72,14 @@ def test_raft_imitates_right_completions_and_takes_the_others_out():
         objective.keep_rows(rewards, truncated, ids)
 
 
-def test_raft_is_the_mean_log_probability_of_what_is_kept():
+def test_raft_is_the_mean_log_likelihood_of_the_completions_that_are_kept():
     objective = load_objective(["algorithm=raft"])
     rewards, ids, mask = torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3, dtype=torch.long), mask_of([2, 3, 1], 3)
     correct = torch.tensor([True, False, True])
     kept = objective.keep_rows(rewards, torch.tensor([False] * 3), ids, correct=correct)
     a = objective.advantages(rewards, ids, mask, correct=correct)
     out = objective.loss(torch.full((3, 3), -2.0), None, a, mask & kept[:, None], ids)
-    assert out.loss.item() == pytest.approx(2.0)
+    assert out.loss.item() == pytest.approx((2 * 2.0 + 1 * 2.0) / 2)
 
 
 def test_p26_gdpo_standardises_each_component():
@@ -235,3 +236,21 @@ def test_groups_of_one_are_an_error_where_a_group_is_compared():
         else:
             with pytest.raises(ValueError, match=f"advantage={name} .*group_size must be at least 2"):
                 objective.check_group_size(1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"correct": torch.ones(2)}, r"correct must have shape \[4\], got \[2\]"),
+        ({"correct": torch.tensor([1, 0, NAN, 1])}, "correct is nan at row 2"),
+        ({"prompt_ids": torch.zeros(3)}, r"prompt_ids must have shape \[4\]"),
+        ({"components": {"mine": torch.ones(5)}}, r"mine must have shape \[4\]"),
+        ({"components": {"mine": torch.tensor([1, math.inf, 0, 0])}}, "mine is infinite at row 1"),
+        ({"step_rewards": torch.ones(4, 2), "step_ends": torch.ones(4, 1)}, r"step_ends must have shape \[4, 2\]"),
+        ({"step_rewards": torch.ones(4, 1), "step_ends": torch.full((4, 1), 7)}, "behind the last of 3: 7"),
+        ({"step_rewards": torch.full((4, 1), math.inf), "step_ends": torch.ones(4, 1)}, "step_rewards is infinite"),
+    ],
+)
+def test_keywords_of_another_shape_are_named(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        compose(advantage="grpo").advantages(torch.ones(4), torch.tensor([0, 0, 1, 1]), full(4, 3), **keywords)

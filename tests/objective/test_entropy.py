@@ -124,9 +124,10 @@ def test_kl_cov_by_hand():
     for x in (0.5, -0.5):
         logp, old = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True), torch.tensor([[-1.0 - x, -2.0, -2.0]])
         out = objective.loss(logp, old, torch.tensor([[3.0, -1.0, 1.0]]), full(1, 3), torch.tensor([0]))
-        assert out.loss.item() == pytest.approx((-3 * math.exp(x) + 2 * 0.5 + 1 - math.exp(-1)) / 3)
+        kl = math.exp(x) - x - 1
+        assert out.loss.item() == pytest.approx((-3 * math.exp(x) + 2 * kl + 1 - math.exp(-1)) / 3)
         out.loss.backward()
-        expected = [(-3 * math.exp(x) + math.copysign(2, x)) / 3, 1 / 3, -math.exp(-1) / 3]
+        expected = [(-3 * math.exp(x) + 2 * (math.exp(x) - 1)) / 3, 1 / 3, -math.exp(-1) / 3]
         assert logp.grad.tolist()[0] == pytest.approx(expected)
 
 

@@ -158,3 +158,18 @@ def test_the_adaptive_coefficient_goes_with_every_estimator_and_in_the_reward(es
 def test_an_estimator_that_does_not_exist_is_named():
     with pytest.raises(ValueError, match=r"kl.estimator must be one of k1, abs, k2, .*, got 'k9'"):
         load_objective(["kl=adaptive", "kl.estimator=k9"])
+
+
+def test_abs_has_no_gradient_where_only_rounding_parts_the_two():
+    logp = torch.tensor([-1.0, -1.0 + 3e-6, -1.0 - 3e-6, -1.1], requires_grad=True)
+    kl = load_objective(["kl=abs", "kl.beta=1"]).kl(logp, torch.full((4,), -1.0))
+    kl.sum().backward()
+    assert logp.grad.tolist() == [0, 0, 0, -1] and kl[:3].tolist() == [0, 0, 0]
+
+
+def test_the_adaptive_coefficient_stays_above_zero():
+    kl = load_objective(["kl=adaptive", "kl.horizon=100", "kl.beta=1"]).kl
+    kl.observe({"policy/kl": 0.0}, 1024)
+    assert kl.beta == pytest.approx(0.8)
+    kl.observe({"policy/kl": 1.0}, 1024)
+    assert kl.beta == pytest.approx(0.96)

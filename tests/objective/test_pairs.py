@@ -45,7 +45,8 @@ def test_what_does_not_read_the_total_reward_refuses_what_changes_it(name, overr
     reason = "which makes rewards negative" if name == "maxrl" else "which changes a total reward that it does not read"
     with pytest.raises(ValueError, match=f"^advantage={name} cannot be combined with {other}, {reason}$"):
         load_objective([f"advantage={name}", *overrides])
-    assert load_objective([f"advantage={name}", "overlong=filter", "kl=k2"]).warnings == []
+    said = load_objective([f"advantage={name}", "overlong=filter", "kl=k2"]).warnings
+    assert [line.split(" ")[0] for line in said] == ["advantage=process"] * (name == "process")
 
 
 def test_all_reasons_are_given_at_once():
@@ -68,7 +69,13 @@ def test_all_reasons_are_given_at_once():
         (["kl=adaptive", "kl.estimator=k1"], ["kl=k1 in the loss has zero expected gradient"]),
         (["kl=adaptive", "kl.estimator=k1", "kl.in_reward=true"], []),
         (["kl=k1_reward"], []),
-        (["advantage=gtpo", "overlong=soft"], ["advantage=gtpo with overlong=soft: the rewards of wrong completions"]),
+        (["algorithm=gtpo"], ["advantage=gtpo normalises right and wrong completions apart"]),
+        (["algorithm=gtpo", "advantage.together=true"], []),
+        (["algorithm=process"], ["advantage=process learns from the rewards of steps alone"]),
+        (
+            ["advantage=gtpo", "advantage.together=true", "overlong=soft"],
+            ["advantage=gtpo with overlong=soft: the rewards of wrong completions"],
+        ),
         (
             ["advantage=grpo_s", "overlong=soft", "kl=k1_reward"],
             ["advantage=grpo_s with kl=k1 and kl.in_reward=true", "advantage=grpo_s with overlong=soft"],

@@ -288,3 +288,18 @@ def test_entropies_are_scored_where_the_advantage_takes_them_and_stay_with_surpl
     assert made.scored == [(2 * G, False)]
     without = collector(FakeEngine(lambda draw: (1, 0, 0, 1)), ["kl=none"])
     assert all(row.entropy is None for row in without.collect(1).rows) and without.scored == []
+
+
+def test_a_row_without_a_verdict_is_left_out_where_right_and_wrong_matter():
+    class Length:
+        weight, correctness = 1.0, False
+
+        def __call__(self, batch):
+            return [0.25 for _ in batch.completions]
+
+    rewards = RewardSet({"first": FirstToken(), "length": Length()})
+    engine = FakeEngine(lambda draw: (1, 99, 0, 1))
+    for chosen, kept in ((["algorithm=gtpo"], False), (["advantage=grpo"], True)):
+        rows = collector(engine, [*chosen, "kl=none"], rewards=rewards).collect(1).groups[0].rows
+        assert [bool(row.loss_mask.any()) for row in rows] == [True, kept, True, True]
+        assert bool(rows[1].advantage.any()) == kept

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from grpo_lightning.errors import RunError
 from grpo_lightning.reward import RewardSet, Step
 from grpo_lightning.reward.score import mean_rewards
-from grpo_lightning.rollout.collect import step_positions
+from grpo_lightning.rollout.rows import step_positions
 from tests.rollout.test_collect import FakeEngine, G, collector
 
 WORDS = {1: "ab", 2: "c", 3: "\n", 0: "", 4: "déf", 5: " "}
@@ -30,6 +31,13 @@ def decode(ids):
 def test_a_step_ends_at_the_token_that_reaches_its_end(ids, ends, expected):
     steps = [Step(end, float(k)) for k, end in enumerate(ends)]
     assert step_positions(ids, steps, decode) == [(place, float(k)) for k, place in enumerate(expected)]
+
+
+def test_a_character_of_several_tokens_ends_with_its_last():
+    ids = list("a😀b".encode())
+    steps = [Step(end, float(end)) for end in (1, 2, 3)]
+    positions = step_positions(ids, steps, lambda some: bytes(some).decode(errors="replace"))
+    assert positions == [(0, 1.0), (4, 2.0), (5, 3.0)]
 
 
 def test_steps_without_a_verdict_are_left_out():
@@ -72,13 +80,13 @@ def test_rewards_of_steps_become_advantages():
 
 def test_an_advantage_of_steps_without_a_reward_that_has_them_names_what_is_missing():
     made = collector(FakeEngine(lambda draw: (1, 0, 0, 0)), ["algorithm=process", "kl=none"])
-    with pytest.raises(ValueError, match="advantage=process needs `step_rewards`"):
+    with pytest.raises(RunError, match="advantage=process needs `step_rewards`"):
         made.collect(1)
 
 
 def test_the_command_refuses_before_the_model_is_loaded(command, run_dir):
     code, _, err = command("algorithm=process", "trainer=cpu", "logger=none", f"hydra.run.dir={run_dir}")
-    assert code == 2 and "advantage=process needs rewards of steps" in err and "add process" in err
+    assert code == 2 and "advantage=process needs rewards of steps" in err and "reward=[exact,process]" in err
     code, _, err = command(
         "algorithm=gtpo", "reward=[random]", "trainer=cpu", "logger=none", f"hydra.run.dir={run_dir}2"
     )

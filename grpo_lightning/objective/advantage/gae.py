@@ -13,7 +13,8 @@ from grpo_lightning.objective.groups import exact_dtype
 
 @dataclass(frozen=True)
 class GAE:
-    """A_{i,t} = sum_{s >= t} (gamma * lam)^(s-t) delta_{i,s}, delta_{i,s} = r_{i,s} + gamma * V_{i,s+1} - V_{i,s}.
+    """A_{i,t} = sum_{s >= t} (gamma * lam)^(s-t) delta_{i,s}, delta_{i,s} = r_{i,s} + gamma * V_{i,s+1} - V_{i,s};
+    with whiten then (A - mean) / (std + eps) over the tokens of the rollout.
 
     r_{i,s} = r_i [s is last] - kl_{i,s}, with kl only at kl.in_reward=true. V is the critic's value before token s, and
     0 behind the last one, of truncated completions as well. Without a critic V is 0: the reward-to-go, discounted by

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_lightning.objective.checks import check_number
 from grpo_lightning.objective.groups import exact_dtype
+from grpo_lightning.objective.kl import MAX_LOG_RATIO
 
 
 def covariances(logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -61,10 +62,12 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KLCov:
-    """l_{i,t} + coef |logp_{i,t} - old_logp_{i,t}| for the max(1, floor(fraction N)) tokens of largest Cov.
+    """l_{i,t} + coef (exp(x) - x - 1), x = logp - old_logp, for the max(1, floor(fraction N)) tokens of largest Cov.
 
-    Source: The Entropy Mechanism (arXiv 2505.22617), eq. 13 and 14; its released code estimates the KL of the two
-    policies by the absolute difference, and takes at least one token.
+    That is the k3 estimate of KL(old || current): 0, with its gradient, where they are the same, as in the first step
+    after a rollout. (The released code takes |x| for it, whose gradient at x = 0 is up to rounding.)
+
+    Source: The Entropy Mechanism (arXiv 2505.22617), eq. 13 and 14; at least one token, as in its released code.
 
     fraction in (0, 1). coef: of the KL, in [0, inf).
     """
@@ -87,7 +90,8 @@ class KLCov:
         self, token_losses: Tensor, mask: Tensor, *, selected: Tensor, logp: Tensor, old_logp: Tensor
     ) -> Tensor:
         """All [N, T], float but for the bool mask and selected -> token losses [N, T]."""
-        return token_losses + self.coef * (logp - old_logp).abs().where(selected, 0)
+        x = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return token_losses + self.coef * (torch.expm1(x) - x).where(selected, 0)
 
 
 def _places(indices: Tensor, mask: Tensor) -> Tensor:

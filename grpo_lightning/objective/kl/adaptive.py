@@ -18,7 +18,8 @@ ESTIMATORS = {estimator.name: estimator for estimator in (K1, Abs, K2, K3, K3Plu
 class AdaptiveKL:
     """b * estimator, b = beta at first; after a rollout b *= 1 + clip(measured / target - 1, -0.2, 0.2) * n / horizon.
 
-    measured is the mean of the estimate over the tokens that the rollout was trained on, n their number of completions.
+    n / horizon is at most 1. measured is the mean of the estimate over the tokens that the rollout was trained on, n
+    their number of completions.
     A rollout in which nothing was measured leaves b as it is. At run time b is the attribute beta.
 
     Source: Ziegler et al. (arXiv 1909.08593), section 2.2, whose KL is of a whole completion; per token as in verl.
@@ -54,7 +55,7 @@ class AdaptiveKL:
         kl = measured.get("policy/kl", math.nan)
         if not math.isnan(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.beta *= 1 + error * completions / self.horizon
+            self.beta *= 1 + error * min(completions / self.horizon, 1.0)  # so that it stays above 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"beta": self.beta}

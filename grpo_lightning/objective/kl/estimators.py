@@ -1,4 +1,4 @@
-"""kl=none, k1, abs, k2, k3: estimates that depend on d = ref_logp - logp alone."""
+"""kl=k1, abs, k2, k3: estimates that depend on d = ref_logp - logp alone."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,22 +9,7 @@ from torch import Tensor
 from grpo_lightning.objective.checks import check_bool, check_number
 
 MAX_LOG_RATIO = 20.0
-
-
-@dataclass(frozen=True)
-class NoKL:
-    """0: no KL term; the reference policy is not even loaded.
-
-    Source: DAPO (arXiv 2503.14476), section 2.3.
-    """
-
-    name: ClassVar[str] = "none"
-    needs_reference: ClassVar[bool] = False
-    beta: ClassVar[float] = 0.0
-    in_reward: ClassVar[bool] = False
-
-    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        return torch.zeros_like(logp)
+ROUNDING = 1e-5  # of a log-probability in float32
 
 
 @dataclass(frozen=True)
@@ -57,7 +42,9 @@ class K1(Penalty):
 
 @dataclass(frozen=True)
 class Abs(Penalty):
-    """beta * |d|, d = ref_logp - logp.
+    """beta * |d|, d = ref_logp - logp, where |d| > 1e-5, else 0.
+
+    Its gradient is +-beta however small d is; what two passes of the same weights round differently has none.
 
     Source: the penalty `abs` of verl.
     """
@@ -65,7 +52,8 @@ class Abs(Penalty):
     name: ClassVar[str] = "abs"
 
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        return (ref_logp - logp).abs()
+        size = (ref_logp - logp).abs()
+        return size.where(size > ROUNDING, 0)
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,8 @@ def test_what_is_refused(command, options, message, run_dir):
 
 def test_what_was_sampled_ahead_is_valued_by_the_critic_of_then(tmp_path):
     policy = llama(0)
-    module, _ = fit(
-        make_rows(), ["kl=none", "advantage=gae"], tmp_path, policy=policy, critic=critic_of("model", policy), fill=Returns
-    )  # fmt: skip
+    critic = critic_of("model", policy)
+    module, _ = fit(make_rows(), ["kl=none", "advantage=gae"], tmp_path, policy=policy, critic=critic, fill=Returns)
     rows = make_rows()
     before = [scores.values for scores in module.score(rows, False)]
     module.keep_weights()

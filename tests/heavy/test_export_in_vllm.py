@@ -18,7 +18,7 @@ SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64)
+llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64, gpu_memory_utilization=0.2)
 prompts = ["1+2+3", "7+0", "44"]
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
 result = [[list(output.prompt_token_ids), list(output.outputs[0].token_ids)] for output in outputs]

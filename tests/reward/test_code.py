@@ -450,3 +450,20 @@ def test_all_of_humaneval(component, answer, score):
     tasks = humaneval()
     scores = humaneval_scores(component, tasks, answer)
     assert {task["task_id"]: got for task, got in zip(tasks, scores, strict=True) if got != score} == {}
+
+
+def test_where_root_may_take_another_user_every_answer_has_its_own():
+    if os.geteuid() != 0:
+        pytest.skip("not root")
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setresuid(65534, 65534, 65534)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(child, 0)[1] != 0:
+        pytest.skip("root without the right to")
+    component = Code(isolation="best")
+    assert component._sandbox.description.startswith("a user of its own")
+    component.close()

@@ -133,12 +133,8 @@ def build(
     if objective.takes("values") and not cfg.critic and cfg.advantage.get("lam", 1) < 1:
         log.warning("advantage=gae without a critic: advantage.lam=%g discounts the reward", cfg.advantage.lam)
     if cfg.critic:
-        extra_arguments = {
-            "policy": policy,
-            "path": cfg.model.path,
-            "attn_implementation": cfg.model.attn_implementation,
-        }
-        critic = instantiate({**_plain(cfg.critic), "_partial_": True}, "critic")(**extra_arguments)
+        make_critic = instantiate({**_plain(cfg.critic), "_partial_": True}, "critic")
+        critic = make_critic(policy, path=cfg.model.path, attn_implementation=cfg.model.attn_implementation)
     buffer = RolloutBuffer(cfg["update"].epochs, cfg["update"].minibatches, cfg.seed)
     module = GRPOModule(
         policy,

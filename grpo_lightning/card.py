@@ -48,10 +48,9 @@ def _critic(options: DictConfig) -> tuple[str, str]:
     """What the values are and how they are trained, and its source."""
     if not options:
         return "V = 0", ""
-    near = (
-        "" if options.get("epsilon") is None else f"clip(V, V_old - {options.epsilon:g}, V_old + {options.epsilon:g})"
-    )
-    error = f"max((V - R)^2, ({near} - R)^2)" if near else "(V - R)^2"
+    error, near = "(V - R)^2", options.get("epsilon")
+    if near is not None:
+        error = f"max((V - R)^2, (clip(V, V_old - {near:g}, V_old + {near:g}) - R)^2)"
     rate = "that of the policy" if options.get("lr") is None else f"{options.lr:g}"
     what = f"loss += {options.get('coef', 1):g} / N sum_{{i,t}} 1/2 {error}, R = A + V_old, learning rate {rate}"
     return what, "PPO (arXiv 1707.06347), eq. 9; clipped as in its released code"

@@ -202,3 +202,16 @@ def test_math_verify_missing(monkeypatch):
     monkeypatch.setattr(reward_math.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install math-verify"):
         Math()
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "expected"),
+    [
+        (r"(3,\infty)", r"\boxed{x>3}", 1.0),
+        (r"(-\infty,3]", r"\boxed{x \le 3}", 1.0),
+        (r"(3,\infty)", r"\boxed{x>4}", 0.0),
+        (r"(3,\infty)", r"\boxed{x \ge 3}", 0.0),
+    ],
+)
+def test_an_inequality_is_the_interval_that_it_describes(checker, gold, completion, expected):
+    assert score(checker, gold, completion) == expected

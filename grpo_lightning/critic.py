@@ -4,16 +4,15 @@ V_{i,t} is the value of the state before token t: the prompt and the tokens of t
 advantage=gae compares what a token brought with what was expected there, and so needs no group.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.logps import hidden_states
 from grpo_lightning.model import load_policy
 from grpo_lightning.objective.checks import check_number
-from grpo_lightning.rollout.buffer import Batch
+from grpo_lightning.rollout.batch import Batch
 
 
 def check_options(*, coef: float, lr: float | None, epsilon: float | None) -> None:
@@ -50,34 +49,12 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    @contextmanager
-    def watching(self, policy: nn.Module) -> Iterator[list[Tensor]]:
-        """A context in which the policy's forward pass leaves its hidden states in the list, where they are needed."""
-        seen: list[Tensor] = []
+    def values(self, batch: Batch, policy: nn.Module, hidden: Tensor) -> Tensor:
+        """V [N, T] float32 of the batch; hidden [K, D] is what the policy predicted its completion tokens with."""
         if self.trunk is not None:
-            yield seen
-            return
-        output = policy.get_output_embeddings()  # type: ignore[operator]
-        handle = output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            yield seen
-        finally:
-            handle.remove()
-
-    def values(self, batch: Batch, seen: list[Tensor]) -> Tensor:
-        """V [N, T] float32 of the batch; `seen` is what `watching` left."""
-        steps = batch.input_ids.shape[1] - batch.start
-        if self.trunk is not None:
-            hidden: Tensor = self.trunk(
-                input_ids=batch.input_ids,
-                attention_mask=batch.attention_mask,
-                position_ids=(batch.attention_mask.cumsum(1) - 1).clamp(min=0),
-                use_cache=False,
-            ).last_hidden_state
-        else:
-            hidden = seen[-1]
-        values: Tensor = self.head(hidden[:, -steps - 1 : -1].to(self.head.weight.dtype)).squeeze(-1)
-        return values.float()
+            hidden = hidden_states(self.trunk, batch, policy).flatten(0, 1)[batch.places]
+        values: Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+        return batch.spread(values.float())
 
     def loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: int) -> Tensor:
         """The share of these rows, all [N, T], in the value loss of a minibatch with `tokens` loss tokens."""

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.lora import add_adapters, check_lora, has_adapters, merge_adapter
-from grpo_lightning.rollout.buffer import Batch
 
-LOGITS_AT_ONCE = 2**24  # 64 MB in float32
 TINY_MODEL = Path(__file__).parent / "models" / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -150,47 +148,3 @@ def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     if not ids:
         raise UsageError("the model and its tokenizer name no end-of-sequence token, so no completion could end")
     return tuple(sorted(ids))
-
-
-def token_logps(
-    model: nn.Module, batch: Batch, temperature: float, *, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of every completion token, and the entropy of the distribution it was drawn from.
-
-    Args:
-        model: a causal language model. batch: N rows; T completion positions.
-        temperature: the sampling temperature: logits are divided by it, for policy, old and reference alike.
-        entropy_gradient: keep the graph of the entropy, which is a term of the loss.
-
-    Returns:
-        logp [N, T] float32 (with gradient, if enabled) and entropy [N, T] float32, in nats.
-        Positions outside `batch.mask` hold no meaning.
-    """
-    completion = batch.input_ids[:, batch.start :]
-    steps = completion.shape[1]
-    out = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=(batch.attention_mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=False,
-        # The logits of position t - 1 score token t: the last prompt position is needed, the last token's is not.
-        logits_to_keep=steps + 1,
-    )
-    logits = out.logits[:, -steps - 1 : -1]
-    # A few rows at a time: no second float32 tensor of all logits, yet few calls where the vocabulary is small.
-    rows = max(1, LOGITS_AT_ONCE // (steps * logits.shape[-1]))
-    parts = [
-        _logp_and_entropy(some.float() if temperature == 1 else some.float() / temperature, ids, entropy_gradient)
-        for some, ids in zip(logits.split(rows), completion.split(rows), strict=True)
-    ]
-    return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-def _logp_and_entropy(logits: Tensor, token_ids: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    logp = (logits.gather(-1, token_ids.unsqueeze(-1)) - normaliser).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        all_logp = logits - normaliser
-        # A logit of -inf (a token the model rules out) has probability 0 and adds no entropy.
-        entropy = -(all_logp.exp() * all_logp.clamp(min=torch.finfo(all_logp.dtype).min)).sum(-1)
-    return logp, entropy

@@ -16,20 +16,13 @@ from grpo_lightning.clock import PhaseClock
 from grpo_lightning.critic import Critic
 from grpo_lightning.distributed import gather, local, rank, shard, unshare, whole, world_size
 from grpo_lightning.errors import RunError
+from grpo_lightning.logps import TokenLogps, examine, token_logps
 from grpo_lightning.lora import has_adapters, is_adapter_weight, without_adapters
-from grpo_lightning.model import token_logps
 from grpo_lightning.objective import Objective
-from grpo_lightning.rollout.buffer import (
-    Batch,
-    RolloutBuffer,
-    Row,
-    Scores,
-    collate,
-    cut_for,
-    loss_masks,
-    pad_completions,
-    shares,
-)
+from grpo_lightning.objective.silent import silent_without_advantage
+from grpo_lightning.rollout.batch import Batch, collate, loss_masks, pad_completions
+from grpo_lightning.rollout.buffer import RolloutBuffer, Row, Scores
+from grpo_lightning.rollout.micro_batches import MicroBatch, cut_for
 from grpo_lightning.sums import Sums
 
 
@@ -46,6 +39,8 @@ class GRPOModule(L.LightningModule):
         optimizer: parameter groups -> torch optimiser, at the full learning rate.
         temperature: of the sampling; logits are divided by it.
         micro_batch_tokens: the most padded tokens in one forward and backward pass.
+        share_prompts: compute a prompt once for the rows that have it, where the model can and where it pays.
+        skip_silent: leave rows whose loss is exactly zero out of the forward pass; denominators count them as before.
         max_grad_norm: clip the gradient's 2-norm to it; None or inf leaves it.
         warmup_rollouts: the learning rate rises linearly over this many rollouts.
         old_logp: "trainer", or "sampler" where the rows bring the engine's log-probabilities as old_logp.
@@ -64,6 +59,8 @@ class GRPOModule(L.LightningModule):
         reference: nn.Module | None = None,
         temperature: float = 1.0,
         micro_batch_tokens: int = 8192,
+        share_prompts: bool = True,
+        skip_silent: bool = True,
         max_grad_norm: float | None = 1.0,
         warmup_rollouts: int = 0,
         old_logp: str = "trainer",
@@ -87,6 +84,9 @@ class GRPOModule(L.LightningModule):
         self.strict_loading = not has_adapters(policy)  # see on_save_checkpoint
         self.old_logp = old_logp
         self.critic = critic
+        self.traits = examine(policy)
+        self.attention = self.traits.attention if share_prompts else None
+        self.skip_silent = skip_silent and critic is None and silent_without_advantage(objective)
         self.reference_every, self.reference_mix = reference_every, reference_mix
         self._reference_updates = 0
         self._steps: list[dict[str, float]] = []  # what the steps of this rollout measured
@@ -198,10 +198,12 @@ class GRPOModule(L.LightningModule):
         selected = self._select(rows) if self.objective.selects else None
         tokens_in_all = max(1, int(mask.sum()))
         sums = Sums()
-        micro_batches = cut_for(rows, self.micro_batch_tokens, rank(), world_size())
-        for number, (indices, counts) in enumerate(micro_batches):
-            batch = collate([rows[i] for i in indices]).to(self.device)
-            logp, entropy, values = self._forward(batch, entropy_gradient=self.objective.entropy_gradient)
+        heard = self._heard(rows)
+        micro_batches = self._cut([rows[i] for i in heard])
+        for number, (members, packs, counts) in enumerate(micro_batches):
+            indices = [heard[i] for i in members]
+            batch = collate([rows[i] for i in indices], packs).to(self.device)
+            (logp, entropy, _), values = self._forward(batch, entropy_gradient=self.objective.entropy_gradient)
             # Where the current weights sampled the row, the old policy is this very policy: the ratio is exactly 1.
             old_logp = logp.detach()
             if batch.old_logp is not None:
@@ -245,13 +247,26 @@ class GRPOModule(L.LightningModule):
             sums.take(out.loss.detach(), metrics, {**out.maxima, "sampler/logp_gap_max": gap_max}, counts)
         return sums.over_processes(self.device)
 
-    def _forward(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """logp, entropy and, with a critic, values of the policy as it is now, each [N, T]."""
-        if self.critic is None:
-            return *token_logps(self.policy, batch, self.temperature, entropy_gradient=entropy_gradient), None
-        with self.critic.watching(self.policy) as seen:
-            logp, entropy = token_logps(self.policy, batch, self.temperature, entropy_gradient=entropy_gradient)
-        return logp, entropy, self.critic.values(batch, seen)
+    def _cut(self, rows: list[Row]) -> list[MicroBatch]:
+        """The micro-batches of this process."""
+        return cut_for(rows, self.micro_batch_tokens, rank(), world_size(), self.attention)
+
+    def _heard(self, rows: list[Row]) -> list[int]:
+        """Indices of the rows that the forward pass needs: with `skip_silent`, those whose loss is not exactly zero."""
+        if not self.skip_silent:
+            return list(range(len(rows)))
+        heard = [
+            index
+            for index, row in enumerate(rows)
+            if row.advantage is not None and bool(row.advantage.where(row.loss_mask[row.start :], 0).any())
+        ]
+        # Where no row is, one still gives every weight its gradient of zero: the optimiser moves by its momentum.
+        return heard or [min(range(len(rows)), key=lambda i: (not rows[i].loss_mask.any(), len(rows[i].token_ids)))]
+
+    def _forward(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[TokenLogps, Tensor | None]:
+        """What the policy as it is now says of a batch and, with a critic, the values [N, T]."""
+        out = token_logps(self.policy, batch, self.temperature, self.traits, entropy_gradient=entropy_gradient)
+        return out, None if self.critic is None else self.critic.values(batch, self.policy, out.hidden)
 
     def _value_loss(
         self, values: Tensor, batch: Batch, tokens: int, counts: bool
@@ -291,16 +306,16 @@ class GRPOModule(L.LightningModule):
         adapters_off = reference and self.reference is None
         if adapters_off and not has_adapters(self.policy):
             raise RuntimeError("there is no reference policy: the objective has kl=none")
-        result: list[Scores] = [Scores(torch.empty(0), torch.empty(0), None)] * len(rows)
-        for indices, _ in cut_for(list(rows), self.micro_batch_tokens, rank(), world_size()):
-            batch = collate([rows[i] for i in indices]).to(self.device)
+        result: dict[int, Scores] = {}
+        for indices, packs, _ in self._cut(list(rows)):
+            batch = collate([rows[i] for i in indices], packs).to(self.device)
             adapters = without_adapters(model) if adapters_off else nullcontext()
             with self.trainer.precision_plugin.forward_context(), adapters:
+                values = None
                 if reference:
-                    logp, entropy = token_logps(model, batch, self.temperature)
-                    values = None
+                    logp, entropy, _ = token_logps(model, batch, self.temperature, self.traits)
                 else:
-                    logp, entropy, values = self._forward(batch)
+                    (logp, entropy, _), values = self._forward(batch)
             for place, index in enumerate(indices):
                 own = (place, slice(rows[index].length))
                 result[index] = Scores(
@@ -308,12 +323,12 @@ class GRPOModule(L.LightningModule):
                     entropy[own].cpu().clone(),
                     None if values is None else values[own].cpu().clone(),
                 )
-        # Each process has scored its own rows; those of a process that has them stand for all.
-        parts = shares(list(rows), world_size())
-        for part, scored in zip(parts, gather([result[i] for i in parts[rank()]] if rows else []), strict=True):
-            for index, scores in zip(part, scored, strict=True):
-                result[index] = scores
-        return result
+        # Each process has scored rows of its own. A row that only filled up is scored by the process that has it, too:
+        # the first one's word counts everywhere.
+        everyones: dict[int, Scores] = {}
+        for scored in gather(result):
+            everyones = scored | everyones
+        return [everyones[index] for index in range(len(rows))]
 
     def keep_weights(self) -> None:
         """Remember the policy's weights as they are now, for `kept_weights`; one more copy of them, on the CPU."""

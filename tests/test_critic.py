@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_lightning.critic import Critic
-from grpo_lightning.rollout.buffer import collate
+from grpo_lightning.rollout.batch import collate
 from tests.models import llama
 from tests.test_module import Fill, fit, make_rows
 

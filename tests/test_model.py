@@ -8,7 +8,8 @@ from torch import nn
 
 from grpo_lightning.errors import UsageError
 from grpo_lightning.model import disable_dropout, eos_token_ids, load_policy, load_tokenizer, token_logps
-from grpo_lightning.rollout.buffer import Row, collate
+from grpo_lightning.rollout.batch import collate
+from grpo_lightning.rollout.buffer import Row
 from tests.models import VOCABULARY, gpt2, llama
 from tests.rollout.test_buffer import row
 

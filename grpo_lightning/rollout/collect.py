@@ -17,7 +17,8 @@ from grpo_lightning.distributed import gather, join, share
 from grpo_lightning.errors import RunError
 from grpo_lightning.objective import Objective
 from grpo_lightning.reward import RewardSet
-from grpo_lightning.rollout.buffer import Row, Scores, pad_completions
+from grpo_lightning.rollout.batch import pad_completions
+from grpo_lightning.rollout.buffer import Row, Scores
 from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams, of_all, own_part
 from grpo_lightning.rollout.groups import Ahead, Draw, Group, Rollout
 from grpo_lightning.rollout.metrics import rollout_metrics

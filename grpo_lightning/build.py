@@ -37,7 +37,7 @@ from grpo_lightning.data.prompts import PromptStream, tokenize
 from grpo_lightning.errors import UsageError
 from grpo_lightning.evaluation import evaluate
 from grpo_lightning.lora import has_adapters
-from grpo_lightning.model import eos_token_ids, load_policy, load_tokenizer
+from grpo_lightning.model import eos_token_ids, hasten, load_policy, load_tokenizer
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.objective.entropy import KLCov
@@ -117,6 +117,7 @@ def build(
     stream.check(cfg.rollout.prompts)
 
     policy = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation, lora=_plain(cfg.model.lora))
+    hasten(policy, compile=cfg.model.compile, liger=cfg.model.liger)
     if cfg.trainer.activation_checkpointing:
         # The other kind, reentrant, gives no gradient to adapters behind a frozen input.
         kind = {"use_reentrant": False}
@@ -125,6 +126,7 @@ def build(
     reference = None
     if objective.needs_reference and not has_adapters(policy):
         reference = load_policy(cfg.model.path, attn_implementation=cfg.model.attn_implementation)
+        hasten(reference, compile=cfg.model.compile, liger=cfg.model.liger)
     engine = build_engine(cfg, folder)
     steps = cfg["update"].epochs * cfg["update"].minibatches
     if isinstance(objective.entropy, KLCov) and steps == 1 and not cfg.rollout.ahead:
@@ -144,6 +146,8 @@ def build(
         reference=reference,
         temperature=cfg.rollout.temperature,
         micro_batch_tokens=cfg["update"].micro_batch_tokens,
+        share_prompts=cfg["update"].share_prompts,
+        skip_silent=cfg["update"].skip_silent,
         max_grad_norm=cfg.optimizer.max_grad_norm,
         warmup_rollouts=cfg.optimizer.warmup_rollouts,
         old_logp=cfg["update"].old_logp,

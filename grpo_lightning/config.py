@@ -60,6 +60,8 @@ class UpdateOptions:
     epochs: int
     minibatches: int
     micro_batch_tokens: int
+    share_prompts: bool
+    skip_silent: bool
     old_logp: str
 
 
@@ -97,6 +99,8 @@ class ModelOptions:
     lr: float
     max_new_tokens: int
     attn_implementation: str | None
+    compile: bool
+    liger: bool
     lora: LoraOptions
 
 

@@ -85,6 +85,12 @@ def unshare(model: nn.Module) -> None:
             module.reshard()
 
 
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers, by the name of the class that the model gives as the one not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     """Shard a transformers model over the processes of `mesh`, each of its layers on its own (FSDP2).
 
@@ -92,8 +98,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     """
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if precision == "bf16-mixed" else MixedPrecisionPolicy()
-    layers = set(getattr(model, "_no_split_modules", None) or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for layer in layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -259,7 +259,7 @@ def _shares(model: nn.Module, ids: Tensor, own: Tensor) -> bool:
 
 def _attention_cost(model: nn.Module) -> float:
     """FLOP of comparing a token with one other and taking its value, in parts of the trunk's FLOP for a token."""
-    config = model.config
+    config: Any = model.config
     heads = getattr(config, "num_attention_heads", 0)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
     weights = sum(p.numel() for p in trunk(model).parameters() if p.ndim == 2)

@@ -1,6 +1,7 @@
 """Loading a policy: any Hugging Face id or local folder; its tokenizer and its end-of-sequence ids."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from grpo_lightning.distributed import layers
 from grpo_lightning.errors import UsageError
 from grpo_lightning.lora import add_adapters, check_lora, has_adapters, merge_adapter
 
@@ -130,6 +132,28 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def hasten(model: nn.Module, *, compile: bool, liger: bool) -> None:
+    """Make the model compute the same faster: its layers by torch.compile, or some of their parts by Liger's kernels.
+
+    Raises:
+        UsageError: the machine or the model cannot.
+    """
+    if liger:
+        if not torch.cuda.is_available():
+            raise UsageError("model.liger=true: Liger's kernels need a GPU, and there is none here: model.liger=false")
+        try:
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        except ImportError as error:
+            raise UsageError("model.liger=true needs Liger: pip install liger-kernel") from error
+        _apply_liger_kernel_to_instance(model=model)
+    if compile:
+        if not torch.cuda.is_available() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            raise UsageError("model.compile=true needs a C++ compiler on a CPU, and there is none: model.compile=false")
+        # Layer by layer: they are alike, so that one compilation serves all. In place: the names of weights stay.
+        for layer in layers(model):
+            layer.compile(dynamic=True)
 
 
 def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

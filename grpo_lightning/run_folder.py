@@ -19,8 +19,9 @@ from grpo_lightning.errors import RunError, UsageError
 
 # What a resumed run may change: how long, how fast and how it is shown, and the optimiser's numbers.
 MAY_CHANGE = (
-    "trainer.", "optimizer.", "checkpoint.", "eval.every", "update.micro_batch_tokens", "rollout.engine.", "logger",
-    "callbacks", "resume", "sweep", "model.lr",
+    "trainer.", "optimizer.", "checkpoint.", "eval.every", "update.micro_batch_tokens", "update.share_prompts",
+    "update.skip_silent", "model.compile", "model.liger", "rollout.engine.", "logger", "callbacks", "resume", "sweep",
+    "model.lr",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo_lightning.critic import Critic
+from grpo_lightning.logps import examine, token_logps
 from grpo_lightning.rollout.batch import collate
 from tests.models import llama
 from tests.test_module import Fill, fit, make_rows
@@ -26,12 +27,8 @@ def critic_of(kind: str, policy: torch.nn.Module, **changes) -> Critic:
 
 def values_of(critic, policy, rows):
     batch = collate(rows)
-    with critic.watching(policy) as seen:
-        policy(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask,
-            position_ids=(batch.attention_mask.cumsum(1) - 1).clamp(min=0), logits_to_keep=batch.mask.shape[1] + 1,
-        )  # fmt: skip
-    return critic.values(batch, seen), batch.mask
+    hidden = token_logps(policy, batch, 1.0, examine(policy)).hidden
+    return critic.values(batch, policy, hidden), batch.mask
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from grpo_lightning.errors import RunError
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import load_objective
+from grpo_lightning.objective.silent import silent_without_advantage
 from grpo_lightning.rollout.buffer import RolloutBuffer, Row
 from tests.models import llama
 
@@ -22,6 +23,8 @@ def make_rows(seed: int = 0, scored_by: torch.nn.Module | None = None) -> list[R
     rows = []
     for number, (prompt, completion) in enumerate(LENGTHS):
         ids = torch.randint(3, 11, (prompt + completion,), generator=generator)
+        if number % 2:
+            ids[:prompt] = rows[-1].token_ids[:prompt]
         sign = 2 * REWARDS[number] - 1
         rows.append(
             Row(
@@ -63,7 +66,7 @@ def fit(rows: list[Row], overrides: list[str], tmp_path, **options) -> tuple[GRP
         options.pop("policy", None) or llama(0),
         load_objective(overrides),
         buffer,
-        lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        options.pop("optimizer", None) or (lambda parameters: torch.optim.SGD(parameters, lr=lr)),
         reference=reference,
         **({"max_grad_norm": None} | options),
     )
@@ -88,11 +91,13 @@ OBJECTIVES = [
 
 
 @pytest.mark.parametrize("overrides,reference", OBJECTIVES)
-def test_the_step_does_not_depend_on_micro_batches_or_row_order(overrides, reference, tmp_path):
+def test_the_step_does_not_depend_on_micro_batches_row_order_or_shared_prompts(overrides, reference, tmp_path):
     steps = []
-    for budget, order in ((10_000, 1), (30, 1), (1, 1), (30, -1)):
+    for budget, order, share in ((10_000, 1, False), (10_000, 1, True), (30, 1, True), (1, 1, True), (30, -1, False)):
         rows = make_rows()[::order]
-        module, fill = fit(rows, overrides, tmp_path, reference=reference, micro_batch_tokens=budget)
+        module, fill = fit(
+            rows, overrides, tmp_path, reference=reference, micro_batch_tokens=budget, share_prompts=share
+        )
         steps.append((torch.cat([p.detach().flatten() for p in module.policy.parameters()]), fill.metrics[0]))
     start = torch.cat([p.detach().flatten() for p in llama(0).parameters()])
     moved = steps[0][0] - start
@@ -101,6 +106,84 @@ def test_the_step_does_not_depend_on_micro_batches_or_row_order(overrides, refer
         torch.testing.assert_close(parameters - start, moved, rtol=0, atol=1e-5 * float(moved.abs().max()))
         for name, value in steps[0][1].items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("silent", [[0, 1], [3], [0, 1, 2, 3, 4, 5]])
+def test_rows_without_a_loss_are_left_out_and_denominators_stay(silent, share, tmp_path, monkeypatch):
+    steps, forwarded = [], []
+    monkeypatch.setattr(
+        GRPOModule,
+        "_forward",
+        lambda self, batch, f=GRPOModule._forward, **k: (forwarded.append(batch), f(self, batch, **k))[1],
+    )
+    for skip in (False, True):
+        forwarded.clear()
+        rows = make_rows()
+        for index in silent:
+            rows[index].advantage = torch.zeros(rows[index].length)
+        module, fill = fit(
+            rows, ["kl=none", "loss_norm=token"], tmp_path, skip_silent=skip, share_prompts=share, micro_batch_tokens=40
+        )
+        count = sum(len(batch.mask) for batch in forwarded)
+        assert count == (max(1, 6 - len(silent)) if skip else 6)
+        steps.append((torch.cat([p.detach().flatten() for p in module.policy.parameters()]), fill.metrics[0]))
+    moved = steps[0][0] - torch.cat([p.detach().flatten() for p in llama(0).parameters()])
+    assert bool(moved.any()) == (len(silent) < 6)
+    torch.testing.assert_close(steps[1][0], steps[0][0], rtol=0, atol=1e-5 * float(moved.abs().max()) + 1e-12)
+    for name in ("policy/loss", "policy/grad_norm", "update/tokens"):
+        assert steps[1][1][name] == pytest.approx(steps[0][1][name], rel=1e-5, abs=1e-7), name
+
+
+def test_momentum_moves_the_policy_as_before_where_every_row_is_silent(tmp_path):
+    moved = []
+    for skip in (False, True):
+        rows, silent = make_rows(), make_rows()
+        for row in silent:
+            row.advantage = torch.zeros(row.length)
+        make = lambda _: FillInTurn([rows, silent])  # noqa: B023, E731
+        adam = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)  # noqa: E731
+        module, fill = fit(rows, ["kl=none"], tmp_path, rollouts=2, skip_silent=skip, fill=make, optimizer=adam)
+        assert len(fill.metrics) == 2 and fill.metrics[1]["policy/grad_norm"] == 0
+        moved.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-6, atol=1e-7)
+
+
+class FillInTurn(Fill):
+    """Other rows in each rollout."""
+
+    def __init__(self, rollouts: list[list[Row]]) -> None:
+        super().__init__(rollouts[0])
+        self.rollouts = iter(rollouts)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.rows = next(self.rollouts)
+        super().on_train_epoch_start(trainer, pl_module)
+
+
+@pytest.mark.parametrize(
+    "overrides,silent",
+    [
+        (["kl=none"], True), (["algorithm=dapo", "overlong.max_length=9"], True), (["algorithm=dr_grpo"], True),
+        (["algorithm=gspo"], True), (["algorithm=cispo"], True), (["algorithm=gmpo"], True),
+        (["clip=none", "kl=none"], True),
+        (["algorithm=sapo"], True), (["algorithm=dcpo"], True), (["algorithm=abc"], True), (["kl=k1_reward"], True),
+        (["kl=k3"], False), (["kl=none", "entropy=bonus"], False), (["kl=none", "entropy=top"], False),
+        (["kl=none", "entropy=kl_cov"], False), (["kl=none", "clip._target_=tests.test_module.Always"], False),
+    ],
+)  # fmt: skip
+def test_which_objectives_are_silent_without_an_advantage(overrides, silent):
+    assert silent_without_advantage(load_objective(overrides)) == silent
+
+
+class Always:
+    """A clip of a user's own whose loss has nothing to do with the advantage."""
+
+    def __init__(self, epsilon: float = 0.2):
+        self.epsilon = epsilon
+
+    def __call__(self, ratio, advantages, logp):
+        return self.epsilon * logp.square()
 
 
 def test_a_small_step_raises_the_advantage_weighted_log_probability_by_lr_times_the_squared_gradient(tmp_path):

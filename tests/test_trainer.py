@@ -13,9 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from grpo_lightning import distributed, launch
-from grpo_lightning.rollout.buffer import cut, cut_for, shares
 from grpo_lightning.sums import Sums
-from tests.test_module import make_rows
 
 ROOT = Path(__file__).parents[1]
 LEARNS = ["reward=[random]", "eval.reward=[exact]"]
@@ -64,20 +62,6 @@ def test_activation_checkpointing_takes_the_same_steps(lora, command, toy, tmp_p
 def test_what_several_processes_need_is_refused_in_one_line(options, message, command, toy, run_dir):
     code, _, err = command(*toy, *options, "trainer.accelerator=cpu", f"hydra.run.dir={run_dir}")
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 7])
-def test_every_row_is_in_one_micro_batch_of_one_process_and_all_have_as_many(processes):
-    rows = make_rows()
-    batches = [cut_for(rows, 30, process, processes) for process in range(processes)]
-    assert len({len(own) for own in batches}) == 1
-    assert sorted(i for own in batches for indices, counts in own for i in indices if counts) == list(range(len(rows)))
-    for part, own in zip(shares(rows, processes), batches, strict=True):
-        assert {i for indices, counts in own for i in indices if counts} == set(part)
-        assert all(len(indices) == 1 for indices, counts in own if not counts)
-    if processes == 1:
-        assert [indices for indices, _ in batches[0]] == cut(rows, 30)
-    assert cut_for([], 30, 0, processes) == []
 
 
 def test_sums_are_divided_once_and_fillers_count_for_nothing():

@@ -99,7 +99,10 @@ def test_two_processes_take_the_steps_of_one_in_the_whole_family(strategy, chose
     ]  # fmt: skip
     one = finish(tmp_path / "one", *options, "trainer=cpu")
     two = finish(tmp_path / "two", *options, *several(strategy, 2))
-    assert records(one, 1) == records(two, 1)
+    for mine, theirs in zip(records(one, 1), records(two, 1), strict=True):
+        # Rows are scored in other packs, so what an advantage takes from the policy or the critic is rounded otherwise.
+        assert mine.pop("advantage") == pytest.approx(theirs.pop("advantage"), rel=1e-4, abs=1e-5)
+        assert mine == theirs
     assert largest_difference(one, two, start_of(toy)) < 1e-5
 
 

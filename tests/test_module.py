@@ -8,6 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from grpo_lightning.errors import RunError
+from grpo_lightning.logps import Traits
+from grpo_lightning.model import load_policy
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.objective import load_objective
 from grpo_lightning.objective.silent import silent_without_advantage
@@ -106,6 +108,49 @@ def test_the_step_does_not_depend_on_micro_batches_row_order_or_shared_prompts(o
         torch.testing.assert_close(parameters - start, moved, rtol=0, atol=1e-5 * float(moved.abs().max()))
         for name, value in steps[0][1].items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.parametrize("overrides,reference", [(["algorithm=grpo"], True), (["algorithm=dr_grpo"], False)])
+def test_everything_that_saves_time_changes_neither_loss_nor_gradient(overrides, reference, tmp_path):
+    """On: shared prompts, silent rows left out, hidden states cut before a readout in parts, micro-batches by length.
+    Off: every row on its own, through the model's own logits."""
+    steps = []
+    for on in (True, False):
+        rows = make_rows()
+        rows[4].advantage = torch.zeros(rows[4].length)
+        module = GRPOModule(
+            load_policy("tiny"), load_objective([*overrides, "loss_norm=constant", "loss_norm.length=9"]),
+            RolloutBuffer(1, 1, seed=0), lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=None,
+            reference=load_policy("tiny") if reference else None, temperature=0.8, share_prompts=on, skip_silent=on,
+            micro_batch_tokens=40 if on else 1,
+        )  # fmt: skip
+        if not on:
+            module.traits = Traits(plain_output=False, attention=None)
+        fill = Moved(rows)
+        trainer = L.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[fill], default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(range(1), batch_size=None))
+        steps.append((fill.metrics[0], torch.cat([p.grad.flatten() for p in module.policy.parameters()])))
+    (metrics, gradient), (plain_metrics, plain_gradient) = steps
+    assert plain_gradient.norm() > 0
+    assert float((gradient - plain_gradient).norm() / plain_gradient.norm()) < 1e-5
+    assert metrics["policy/loss"] == pytest.approx(plain_metrics["policy/loss"], rel=1e-5)
+
+
+class Moved(Fill):
+            load_policy("tiny"),
+            load_objective([*overrides, "loss_norm=constant", "loss_norm.length=9"]),
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(1)
+            for parameter in pl_module.policy.parameters():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+        super().on_train_epoch_start(trainer, pl_module)
+        for row in self.rows:
+            row.old_logp = torch.full((row.length,), -2.5)
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -119,7 +119,8 @@ def test_everything_that_saves_time_changes_neither_loss_nor_gradient(overrides,
         rows = make_rows()
         rows[4].advantage = torch.zeros(rows[4].length)
         module = GRPOModule(
-            load_policy("tiny"), load_objective([*overrides, "loss_norm=constant", "loss_norm.length=9"]),
+            load_policy("tiny"),
+            load_objective([*overrides, "loss_norm=constant", "loss_norm.length=9"]),
             RolloutBuffer(1, 1, seed=0), lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=None,
             reference=load_policy("tiny") if reference else None, temperature=0.8, share_prompts=on, skip_silent=on,
             micro_batch_tokens=40 if on else 1,
@@ -140,8 +141,7 @@ def test_everything_that_saves_time_changes_neither_loss_nor_gradient(overrides,
 
 
 class Moved(Fill):
-            load_policy("tiny"),
-            load_objective([*overrides, "loss_norm=constant", "loss_norm.length=9"]),
+    """Reference policy and old policy are not quite the policy, so that no term of the loss is zero."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         with torch.no_grad():

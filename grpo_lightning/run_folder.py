@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +21,7 @@ from grpo_lightning.errors import RunError, UsageError
 # What a resumed run may change: how long, how fast and how it is shown, and the optimiser's numbers.
 MAY_CHANGE = (
     "trainer.", "optimizer.", "checkpoint.", "eval.every", "update.micro_batch_tokens", "rollout.engine.", "logger",
-    "callbacks", "resume", "sweep", "model.lr",
+    "callbacks", "resume", "sweep", "model.lr", "profile",
 )  # fmt: skip
 
 
@@ -36,6 +37,8 @@ class RunFolder:
         self.begun = False
         self.config: dict[str, Any] = {}  # of the run that goes on here now
         self._header: list[str] | None = None
+        self._writer = ThreadPoolExecutor(1, "write")
+        self._writing: Future[None] | None = None
 
     def open(self, cfg: DictConfig, overrides: list[str], resume: bool) -> Path | None:
         """Prepare the folder; returns the newest checkpoint to go on from, or None to start from the beginning.
@@ -117,6 +120,7 @@ class RunFolder:
 
     def remove_rollouts_after(self, rollout: int) -> None:
         """Of rollouts that were not trained on, or will be done again, nothing stays."""
+        self.finish_writing()
         for folder in (self.rollouts, self.validation):
             for written in folder.glob("*.jsonl"):
                 if rank() == 0 and int(written.stem) > rollout:
@@ -154,6 +158,18 @@ class RunFolder:
         path = folder / f"{number:06d}.jsonl"
         with _reporting(path):
             _write(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+    def start_writing_rows(self, folder: Path, number: int, records: list[dict[str, Any]]) -> None:
+        """As `write_rows`, in a thread. The records must stay as they are until `finish_writing`."""
+        self.finish_writing()
+        self._writing = self._writer.submit(self.write_rows, folder, number, records)
+
+    def finish_writing(self) -> None:
+        """Wait for what `start_writing_rows` began; raises what `write_rows` does."""
+        if (writing := self._writing) is not None:
+            writing.exception()  # a signal may end this waiting, but not the writing
+            self._writing = None
+            writing.result()
 
     def write_checkpoint(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Write a checkpoint with the configuration it was made with."""

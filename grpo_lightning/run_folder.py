@@ -1,6 +1,7 @@
-"""What a run leaves behind: config.yaml, metrics.csv, rollouts/, validation/, checkpoints/, summary.json."""
+"""What a run leaves behind: config.yaml, metrics.csv, rollouts/, validation/, checkpoints/, summary.json and more."""
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -25,6 +26,9 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
+LARGE_TRACE = 20 * 2**20
+
+
 class RunFolder:
     """The folder of one run. Files that are replaced are written beside their place and moved, never half written.
 
@@ -34,6 +38,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rollouts, self.validation, self.checkpoints = (path / n for n in ("rollouts", "validation", "checkpoints"))
+        self.profile = path / "profile"
         self.begun = False
         self.config: dict[str, Any] = {}  # of the run that goes on here now
         self._header: list[str] | None = None
@@ -102,7 +107,7 @@ class RunFolder:
         with _reporting(self.path):
             self._write_config(cfg, overrides)
             _write(self.path / "card.txt", card + "\n")
-            for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
+            for folder in (self.path, self.rollouts, self.validation, self.checkpoints, self.profile):
                 for cut_off in folder.glob("*.part"):
                     shutil.rmtree(cut_off) if cut_off.is_dir() else cut_off.unlink()
             table = self.path / "metrics.csv"
@@ -182,6 +187,27 @@ class RunFolder:
         with _reporting(path):
             _write(path, json.dumps(record) + "\n")
 
+    def write_profile(self, text: str) -> None:
+        """profile.md: where the time went."""
+        with _reporting(self.path / "profile.md"):
+            _write(self.path / "profile.md", text)
+
+    def write_trace(self, export: Callable[[str], object]) -> None:
+        """profile/trace.json, which `export` writes under the name it is given; trace.json.gz if it is large."""
+        path = self.profile / "trace.json"
+        beside = path.with_name(path.name + ".part")
+        with _reporting(path):
+            self.profile.mkdir(exist_ok=True)
+            for old in self.profile.glob("trace.json*"):
+                old.unlink()
+            export(str(beside))
+            if beside.stat().st_size <= LARGE_TRACE:
+                beside.replace(path)
+                return
+            with beside.open("rb") as plain:
+                _replace(path.with_name("trace.json.gz"), lambda file: _compress(plain, file))
+            beside.unlink()
+
     def wandb_id(self) -> str:
         """The id of this run at wandb: made up once, and the same whenever the run is resumed."""
         path = self.path / "wandb_id.txt"
@@ -244,6 +270,11 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def _write(path: Path, text: str) -> None:
     _replace(path, lambda file: file.write(text.encode(errors="backslashreplace")))
+
+
+def _compress(plain: IO[bytes], file: IO[bytes]) -> None:
+    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4) as packed:
+        shutil.copyfileobj(plain, packed)
 
 
 def _plain(cfg: Any) -> dict[str, Any]:

@@ -203,6 +203,8 @@ def _run(cfg: DictConfig, path: Path, stop: StopRequest) -> tuple[dict[str, Any]
         stop.at_once = False
         if started is not None:
             summary |= _figures(started)
+            if started.profile is not None:
+                summary["profile"] = started.profile.report()
             started.close()
         # A mistake in the command that resumes a run leaves the summary of that run alone.
         if folder.begun or code == 0 or not folder.holds_run():

@@ -108,8 +108,8 @@ class Profile(L.Callback):
         rows = [_cells(line, total) for line in [*lines, ("total", total, None)]]
         text = [
             "# Where the time went\n",
-            "Of this process, from the start of training, without the writing of the trace. Indented lines are parts of "
-            "the phase above them; `other` is everything else in the loop.\n",
+            "Of this process, from the start of training, without the writing of the trace. Indented lines are parts "
+            "of the phase above them; `other` is everything else in the loop.\n",
             _markdown(["phase", "seconds", "share", "tokens/s"], rows),
         ]
         if self._operators:

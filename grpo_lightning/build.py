@@ -27,6 +27,7 @@ from grpo_lightning import config, distributed, launch
 from grpo_lightning.callbacks import (
     Checkpoint,
     EvaluationCallback,
+    Profile,
     RandomStates,
     Recorder,
     RolloutCallback,
@@ -72,6 +73,7 @@ class Run:
     recorder: Recorder
     folder: RunFolder
     prompts_skipped: int
+    profile: Profile | None
     resumed_from_step: int = 0
 
     def close(self) -> None:
@@ -187,8 +189,16 @@ def build(
         folder, stop, every=cfg.checkpoint.every, keep=cfg.checkpoint.keep, best=cfg.checkpoint.best
     )
     check = SamplerCheck(cfg.trainer.precision)
+    profile = None
+    if cfg.profile:
+        profile = Profile(
+            folder,
+            module.clock,
+            lambda: {"generate": rollouts.tokens_generated, "update": module.tokens_trained},
+        )
+    measured = [] if profile is None else [profile]
     trainer = _trainer(
-        cfg, folder, card, [stop, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint]
+        cfg, folder, card, [stop, *measured, RandomStates(), rollouts, evaluation, recorder, check, *extra, checkpoint]
     )
     if card:
         log.info("%s", card)
@@ -198,7 +208,7 @@ def build(
     loader: DataLoader[int] = DataLoader(range(len(buffer)), batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
     return Run(
         trainer, module, loader, tokenizer, engine, rewards, eval_rewards, rollouts, evaluation, recorder, folder,
-        skipped + val_skipped,
+        skipped + val_skipped, profile,
     )  # fmt: skip
 
 

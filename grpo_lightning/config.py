@@ -20,7 +20,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning.config_checks import check_critic, check_optimizer, check_processes, check_reference
+from grpo_lightning.config_checks import check_critic, check_optimizer, check_processes, check_profile, check_reference
 from grpo_lightning.errors import UsageError
 from grpo_lightning.lora import check_lora
 from grpo_lightning.objective import Objective
@@ -221,6 +221,7 @@ def check(cfg: DictConfig) -> Objective:
         if f"trainer.{key}" in HINTS and value is not None:
             raise UsageError(f"trainer.{key} is not used here: {HINTS[f'trainer.{key}']}")
     check_processes(cfg)
+    check_profile(cfg.profile)
     check_lora(**cfg.model.lora)
     if ".rollout.vllm" in str(cfg.rollout.engine.get("_target_")) and not 0.01 <= cfg.rollout.temperature <= 2:
         raise UsageError(f"rollout.temperature must be in [0.01, 2] with vLLM, got {cfg.rollout.temperature}")

@@ -81,3 +81,8 @@ def check_optimizer(optimizer: DictConfig) -> None:
             raise UsageError(f"optimizer.{name} must be a number of at least {low}, got {value}")
     if optimizer.max_grad_norm == 0:
         raise UsageError("optimizer.max_grad_norm=0 would remove every gradient; null switches clipping off")
+
+
+def check_profile(profile: object) -> None:
+    if not isinstance(profile, bool):
+        raise UsageError(f"profile must be true or false, got {profile}")

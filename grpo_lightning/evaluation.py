@@ -8,9 +8,10 @@ from typing import Any
 
 from grpo_lightning.data.prompts import Prompt
 from grpo_lightning.distributed import gather, join, share
-from grpo_lightning.reward import RewardSet
+from grpo_lightning.reward import RewardBatch, RewardSet
 from grpo_lightning.rollout.engine import Engine, Request, SamplingParams, of_all, own_part
-from grpo_lightning.rollout.rows import reward_batch
+from grpo_lightning.rollout.rows import columns_of, reward_batch
+from grpo_lightning.rollout.scoring import EagerScorer, Groups
 
 log = logging.getLogger(__name__)
 
@@ -83,18 +84,25 @@ def _sample(
     seed: int,
 ) -> list[dict[str, Any]]:
     requests = [Request(p.token_ids, (seed, EVAL_STREAM, p.prompt_id), samples) for p in prompts]
-    groups = of_all(engine, engine.generate(own_part(engine, requests), params))
+    own, columns = share(prompts), columns_of(prompts)
+
+    def batch_of(groups: Groups) -> RewardBatch:
+        rows = [(own[at], completion, k) for at, completions in groups for k, completion in enumerate(completions)]
+        return reward_batch(
+            [prompt for prompt, _, _ in rows],
+            [completion for _, completion, _ in rows],
+            group_ids=[prompt.prompt_id for prompt, _, _ in rows],
+            keys=[(seed, EVAL_STREAM, prompt.prompt_id, k) for prompt, _, k in rows],
+            decode=decode,
+            columns=columns,
+        )
+
+    scorer = EagerScorer(engine, rewards, batch_of)
     # Each process scores a part of the prompts.
-    mine = share(list(zip(prompts, groups, strict=True)))
-    flat = [(p, c, k) for p, completions in mine for k, c in enumerate(completions)]
-    batch = reward_batch(
-        [p for p, _, _ in flat],
-        [c for _, c, _ in flat],
-        group_ids=[p.prompt_id for p, _, _ in flat],
-        keys=[(seed, EVAL_STREAM, p.prompt_id, k) for p, _, k in flat],
-        decode=decode,
-    )
-    result = rewards(batch, gather)
+    mine = share(of_all(engine, scorer.generate(own_part(engine, requests), params)))
+    flat = [(prompt, completion) for prompt, completions in zip(own, mine, strict=True) for completion in completions]
+    batch = batch_of(list(enumerate(mine)))
+    result = rewards(batch, gather, scorer.verdicts(len(mine)))
     for message in dict.fromkeys(message for messages in gather(result.errors) for message in messages):
         log.warning("validation: %s", message)
     records = [
@@ -109,7 +117,7 @@ def _sample(
             "answer": prompt.answer,
             "greedy": False,
         }
-        for i, (prompt, completion, _) in enumerate(flat)
+        for i, (prompt, completion) in enumerate(flat)
     ]
     by_prompt = [records[i : i + samples] for i in range(0, len(records), samples)]
     return [record for group in join(by_prompt) for record in group]

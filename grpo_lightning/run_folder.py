@@ -1,12 +1,14 @@
-"""What a run leaves behind: config.yaml, metrics.csv, rollouts/, validation/, checkpoints/, summary.json."""
+"""What a run leaves behind: config.yaml, metrics.csv, rollouts/, validation/, checkpoints/, summary.json and more."""
 
 import csv
+import gzip
 import json
 import math
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +23,11 @@ from grpo_lightning.errors import RunError, UsageError
 MAY_CHANGE = (
     "trainer.", "optimizer.", "checkpoint.", "eval.every", "update.micro_batch_tokens", "update.share_prompts",
     "update.skip_silent", "model.compile", "model.liger", "rollout.engine.", "logger", "callbacks", "resume", "sweep",
-    "model.lr",
+    "model.lr", "profile",
 )  # fmt: skip
+
+
+LARGE_TRACE = 20 * 2**20
 
 
 class RunFolder:
@@ -34,9 +39,12 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rollouts, self.validation, self.checkpoints = (path / n for n in ("rollouts", "validation", "checkpoints"))
+        self.profile = path / "profile"
         self.begun = False
         self.config: dict[str, Any] = {}  # of the run that goes on here now
         self._header: list[str] | None = None
+        self._writer = ThreadPoolExecutor(1, "write")
+        self._writing: Future[None] | None = None
 
     def open(self, cfg: DictConfig, overrides: list[str], resume: bool) -> Path | None:
         """Prepare the folder; returns the newest checkpoint to go on from, or None to start from the beginning.
@@ -100,7 +108,7 @@ class RunFolder:
         with _reporting(self.path):
             self._write_config(cfg, overrides)
             _write(self.path / "card.txt", card + "\n")
-            for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
+            for folder in (self.path, self.rollouts, self.validation, self.checkpoints, self.profile):
                 for cut_off in folder.glob("*.part"):
                     shutil.rmtree(cut_off) if cut_off.is_dir() else cut_off.unlink()
             table = self.path / "metrics.csv"
@@ -118,6 +126,7 @@ class RunFolder:
 
     def remove_rollouts_after(self, rollout: int) -> None:
         """Of rollouts that were not trained on, or will be done again, nothing stays."""
+        self.finish_writing()
         for folder in (self.rollouts, self.validation):
             for written in folder.glob("*.jsonl"):
                 if rank() == 0 and int(written.stem) > rollout:
@@ -156,6 +165,18 @@ class RunFolder:
         with _reporting(path):
             _write(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
+    def start_writing_rows(self, folder: Path, number: int, records: list[dict[str, Any]]) -> None:
+        """As `write_rows`, in a thread. The records must stay as they are until `finish_writing`."""
+        self.finish_writing()
+        self._writing = self._writer.submit(self.write_rows, folder, number, records)
+
+    def finish_writing(self) -> None:
+        """Wait for what `start_writing_rows` began; raises what `write_rows` does."""
+        if (writing := self._writing) is not None:
+            writing.exception()  # a signal may end this waiting, but not the writing
+            self._writing = None
+            writing.result()
+
     def write_checkpoint(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Write a checkpoint with the configuration it was made with."""
         with _reporting(path):
@@ -166,6 +187,27 @@ class RunFolder:
         path = self.checkpoints / "best.json"
         with _reporting(path):
             _write(path, json.dumps(record) + "\n")
+
+    def write_profile(self, text: str) -> None:
+        """profile.md: where the time went."""
+        with _reporting(self.path / "profile.md"):
+            _write(self.path / "profile.md", text)
+
+    def write_trace(self, export: Callable[[str], object]) -> None:
+        """profile/trace.json, which `export` writes under the name it is given; trace.json.gz if it is large."""
+        path = self.profile / "trace.json"
+        beside = path.with_name(path.name + ".part")
+        with _reporting(path):
+            self.profile.mkdir(exist_ok=True)
+            for old in self.profile.glob("trace.json*"):
+                old.unlink()
+            export(str(beside))
+            if beside.stat().st_size <= LARGE_TRACE:
+                beside.replace(path)
+                return
+            with beside.open("rb") as plain:
+                _replace(path.with_name("trace.json.gz"), lambda file: _compress(plain, file))
+            beside.unlink()
 
     def wandb_id(self) -> str:
         """The id of this run at wandb: made up once, and the same whenever the run is resumed."""
@@ -229,6 +271,11 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def _write(path: Path, text: str) -> None:
     _replace(path, lambda file: file.write(text.encode(errors="backslashreplace")))
+
+
+def _compress(plain: IO[bytes], file: IO[bytes]) -> None:
+    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4) as packed:
+        shutil.copyfileobj(plain, packed)
 
 
 def _plain(cfg: Any) -> dict[str, Any]:

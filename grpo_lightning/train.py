@@ -30,6 +30,7 @@ from rich.console import Console
 from grpo_lightning import config, distributed, launch
 from grpo_lightning.build import Run, build
 from grpo_lightning.callbacks.checkpoint import newest_readable
+from grpo_lightning.callbacks.recorder import PHASES
 from grpo_lightning.callbacks.stop import Stop, StopRequest, requeue
 from grpo_lightning.card import card
 from grpo_lightning.errors import RunError, UsageError
@@ -202,6 +203,8 @@ def _run(cfg: DictConfig, path: Path, stop: StopRequest) -> tuple[dict[str, Any]
         stop.at_once = False
         if started is not None:
             summary |= _figures(started)
+            if started.profile is not None:
+                summary["profile"] = started.profile.report()
             started.close()
         # A mistake in the command that resumes a run leaves the summary of that run alone.
         if folder.begun or code == 0 or not folder.holds_run():
@@ -274,7 +277,7 @@ def _identity(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _figures(run: Run) -> dict[str, Any]:
-    phases = ("generate", "score", "update", "sync", "validate")
+    phases = (*PHASES, "checkpoint")
     start = run.evaluation.start
     last = run.evaluation.last if run.evaluation.rollout else {}  # nothing yet but the validation before training
     figures = {

@@ -3,6 +3,7 @@
 from grpo_lightning.callbacks.checkpoint import Checkpoint, RandomStates
 from grpo_lightning.callbacks.completions_table import CompletionsTable
 from grpo_lightning.callbacks.evaluation import EvaluationCallback
+from grpo_lightning.callbacks.profile import Profile
 from grpo_lightning.callbacks.progress import Progress
 from grpo_lightning.callbacks.recorder import Recorder
 from grpo_lightning.callbacks.rollout import RolloutCallback
@@ -10,6 +11,6 @@ from grpo_lightning.callbacks.sampler_check import SamplerCheck
 from grpo_lightning.callbacks.stop import Stop, StopRequest
 
 __all__ = [
-    "Checkpoint", "CompletionsTable", "EvaluationCallback", "Progress", "RandomStates", "Recorder", "RolloutCallback",
-    "SamplerCheck", "Stop", "StopRequest",
+    "Checkpoint", "CompletionsTable", "EvaluationCallback", "Profile", "Progress", "RandomStates", "Recorder",
+    "RolloutCallback", "SamplerCheck", "Stop", "StopRequest",
 ]  # fmt: skip

@@ -56,16 +56,17 @@ class Checkpoint(L.Callback):
         assert isinstance(pl_module, GRPOModule)
         rollout, last = trainer.current_epoch + 1, trainer.current_epoch + 1 == trainer.max_epochs
         stop = self.stop.agreed()
-        state = _state(trainer, pl_module)
-        value = pl_module.rollout_metrics.get(self.best, math.nan) if self.best else math.nan
-        if self.best and value > self._best_value:
-            self._best_value = value
-            self._write(trainer, pl_module, self.folder.checkpoints / "best.ckpt", state)
-            self.folder.write_best({"rollout": rollout, self.best: value})
-        if last or stop or rollout % self.every == 0:
-            self._save(trainer, pl_module, rollout, state)
-        else:
-            self._unsaved = rollout, _pickled(state)
+        with pl_module.clock("checkpoint"):
+            state = _state(trainer, pl_module)
+            value = pl_module.rollout_metrics.get(self.best, math.nan) if self.best else math.nan
+            if self.best and value > self._best_value:
+                self._best_value = value
+                self._write(trainer, pl_module, self.folder.checkpoints / "best.ckpt", state)
+                self.folder.write_best({"rollout": rollout, self.best: value})
+            if last or stop or rollout % self.every == 0:
+                self._save(trainer, pl_module, rollout, state)
+            else:
+                self._unsaved = rollout, _pickled(state)
         if stop and not last:
             raise Stop
         self.stop.at_once = True

@@ -35,9 +35,9 @@ class Progress(L.Callback):
         self._accuracy = _figure(_find(trainer, EvaluationCallback).last["val/accuracy"])
         if self.console.is_terminal:
             self._bar = Bar(
-                TextColumn("[bold]{task.fields[phase]:<8}"),
+                TextColumn("[bold]{task.fields[phase]:<10}"),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=max(5, min(40, self.console.width - 78))),
+                BarColumn(bar_width=max(5, min(40, self.console.width - 80))),
                 TextColumn("{task.fields[values]}"),
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),

@@ -10,7 +10,7 @@ import lightning as L
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.run_folder import RunFolder
 
-PHASES = ("generate", "score", "update", "sync", "validate")
+PHASES = ("generate", "score", "logps", "update", "sync", "validate")
 
 
 class Recorder(L.Callback):

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 
+from grpo_lightning.errors import RunError
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.rollout.collect import Collector
 from grpo_lightning.rollout.groups import Rollout
@@ -43,7 +44,7 @@ class RolloutCallback(L.Callback):
         self.tokens_generated += rollout.tokens_generated
         pl_module.buffer.fill(rollout.rows, number)
         pl_module.rollout_metrics = {"rollout": number, "rollout/tokens": rollout.tokens_generated, **rollout.metrics}
-        self.folder.write_rows(self.folder.rollouts, number, rollout.records)
+        self.folder.start_writing_rows(self.folder.rollouts, number, rollout.records)  # while the policy is updated
         if rollout.groups and not any(row.advantage is not None and row.advantage.any() for row in rollout.rows):
             log.warning("rollout %d: every advantage is 0, so nothing is learnt from its rewards", number)
         if not rollout.groups:
@@ -54,8 +55,16 @@ class RolloutCallback(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
+        # Before the rollout's row of metrics.csv and its checkpoint: where those are, its file is too.
+        self.folder.finish_writing()
         self.collector.finish_ahead()
         pl_module.end_rollout()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        try:
+            self.folder.finish_writing()
+        except RunError as error:  # the run ends for another reason already
+            log.error("%s", error)
 
     def state_dict(self) -> dict[str, Any]:
         return {"collector": self.collector.state_dict(), "tokens_generated": self.tokens_generated}

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -189,16 +190,17 @@ class PromptStream:
         return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "seed": self.seed, "prompts": self._fingerprint()}
+        return {"position": self.position, "seed": self.seed, "prompts": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UsageError if the state was saved with another seed or other prompts."""
         if state["seed"] != self.seed:
             raise UsageError(f"the checkpoint was made with seed={state['seed']}, this run has seed={self.seed}")
-        if state["prompts"] != self._fingerprint():
+        if state["prompts"] != self._fingerprint:
             raise UsageError("the checkpoint was made with other training prompts; resume with the same data options")
         self.position = state["position"]
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for prompt in self.prompts:

@@ -43,6 +43,8 @@ class Code:
         and a file system of its own; "best" goes on with what there is. docs/sandbox.md says what each is worth.
     """
 
+    by_row = True
+
     def __init__(
         self,
         test: str = "test",

@@ -29,6 +29,8 @@ class Http:
     scores: then the address or the token is wrong. Later refusals only cost their rows.
     """
 
+    by_row = True
+
     def __init__(
         self,
         url: str | None = None,

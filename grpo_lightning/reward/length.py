@@ -41,6 +41,10 @@ class Cosine:
     def calling_thread(self) -> bool:
         return getattr(self.of, "calling_thread", False)
 
+    @property
+    def by_row(self) -> bool:
+        return getattr(self.of, "by_row", False)
+
     def __call__(self, batch: RewardBatch) -> list[Any]:
         scores = wrapped_values("length.of", self.of, batch)
         return [self._value(score, len(ids)) for score, ids in zip(scores, batch.completion_ids, strict=True)]

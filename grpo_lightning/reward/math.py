@@ -37,6 +37,8 @@ class Math:
     timeout: seconds for one answer, above 0. workers: processes. They start at the first call and end with `close`.
     """
 
+    by_row = True
+
     def __init__(self, timeout: float = 5.0, workers: int = 1, weight: float = 1.0, correctness: bool = True):
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise UsageError(f"reward.math.timeout must be a number of seconds above 0, got {timeout!r}")

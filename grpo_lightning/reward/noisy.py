@@ -35,6 +35,10 @@ class Noisy:
     def calling_thread(self) -> bool:
         return getattr(self.of, "calling_thread", False)
 
+    @property
+    def by_row(self) -> bool:
+        return getattr(self.of, "by_row", False)
+
     def __call__(self, batch: RewardBatch) -> list[Any]:
         scores = wrapped_values("noisy.of", self.of, batch)
         return [self._flip(score, key) for score, key in zip(scores, batch.keys, strict=True)]

@@ -85,6 +85,9 @@ class Component(Protocol):
 
     One that judges steps has a method `steps(batch) -> list[list[Step] | None]` too; its scores are `mean_rewards` of
     them. One with `calling_thread = True` is not scored in a thread of its own.
+
+    One with `by_row = True` is asked for some groups while others are still generated. That is for components whose
+    score of a row depends on that row alone, and which spend their time waiting for other processes or the network.
     """
 
     @property
@@ -112,6 +115,11 @@ class RewardSet:
         if len(judges) > 1:
             raise UsageError(f"reward: {' and '.join(judges)} judge steps; only one component can")
         self._judge = judges[0] if judges else None
+        self.by_row = [
+            name
+            for name, component in components.items()
+            if getattr(component, "by_row", False) and not getattr(component, "calling_thread", False)
+        ]
 
     @property
     def judges_steps(self) -> bool:
@@ -122,30 +130,39 @@ class RewardSet:
     def has_correctness(self) -> bool:
         return any(component.correctness for component in self.components.values())
 
-    def __call__(self, batch: RewardBatch, gather: Callable[[Any], list[Any]] = lambda value: [value]) -> RewardResult:
+    def __call__(
+        self,
+        batch: RewardBatch,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        known: Mapping[str, "list[Verdict]"] | None = None,
+    ) -> RewardResult:
         """Score a batch. Raises RunError if a component gives the wrong number of scores or fails on every row.
 
         Where several processes score a part each, `gather` gives what all of them pass to it, so that it is every row
-        of all parts that has to fail. Rows that are `Unscored` do not count as failed.
+        of all parts that has to fail. Rows that are `Unscored` do not count as failed. Components in `known` have been
+        asked before: what they said of every row of this batch.
         """
-        scored = self._score_all(batch) if len(batch) else {name: Scores([], [], []) for name in self.components}
-        for part in scored.values():
-            parts = gather((len(batch), part.failed))
-            rows, messages = sum(size for size, _ in parts), [line for _, lines in parts for line in lines]
+        asked = [name for name in self.components if name not in (known or {})]
+        new = self._score_all(asked, batch) if len(batch) else {name: [] for name in asked}
+        scored = {name: new[name] if name in new else (known or {})[name] for name in self.components}
+        failed, unscored = (
+            {name: _messages(name, verdicts, kind) for name, verdicts in scored.items()} for kind in (False, True)
+        )
+        for lines in failed.values():
+            parts = gather((len(batch), lines))
+            rows, messages = sum(size for size, _ in parts), [line for _, part in parts for line in part]
             if rows and len(messages) == rows:
                 raise RunError(f"{messages[0]} (and no other of the {rows} rows could be scored)")
-        errors = [line for part in scored.values() for line in part.failed + part.unscored]
+        errors = [line for name in scored for line in failed[name] + unscored[name]]
         for line in errors:
             logger.debug(line)
-        for part in scored.values():
-            if part.unscored:
-                logger.warning(
-                    "%s (%d of %d rows have no such score)", part.unscored[0], len(part.unscored), len(batch)
-                )
+        for lines in unscored.values():
+            if lines:
+                logger.warning("%s (%d of %d rows have no such score)", lines[0], len(lines), len(batch))
         steps: list[list[Step] | None] | None = None
-        scores: dict[str, list[float | None]] = {name: part.values for name, part in scored.items()}
+        scores: dict[str, list[float | None]] = {n: [v.value for v in verdicts] for n, verdicts in scored.items()}
         if self._judge is not None:
-            steps = scored[self._judge].values
+            steps = [verdict.value for verdict in scored[self._judge]]
             scores[self._judge] = mean_rewards(steps)
         total: list[float] = []
         correct: list[bool | None] = []
@@ -158,17 +175,19 @@ class RewardSet:
         raw = {name: [math.nan if s is None else s for s in column] for name, column in scores.items()}
         return RewardResult(total, raw, correct, errors, steps)
 
-    def _score_all(self, batch: RewardBatch) -> dict[str, "Scores"]:
-        """Every component's scores, in the order of the components."""
-        here = {name for name, component in self.components.items() if getattr(component, "calling_thread", False)}
-        with ThreadPoolExecutor(max(1, len(self.components))) as pool:
+    def score_by_row(self, batch: RewardBatch) -> dict[str, "list[Verdict]"]:
+        """What the components with `by_row` say of every row of some whole groups."""
+        return self._score_all(self.by_row, batch)
+
+    def _score_all(self, names: list[str], batch: RewardBatch) -> dict[str, "list[Verdict]"]:
+        """What each of these components says of every row, in the order of the components."""
+        here = {name for name in names if getattr(self.components[name], "calling_thread", False)}
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
             started = {
-                name: pool.submit(_score, name, component, batch)
-                for name, component in self.components.items()
-                if name not in here
+                name: pool.submit(_score, name, self.components[name], batch) for name in names if name not in here
             }
-            done = {name: _score(name, self.components[name], batch) for name in self.components if name in here}
-            return {name: done[name] if name in here else started[name].result() for name in self.components}
+            done = {name: _score(name, self.components[name], batch) for name in names if name in here}
+            return {name: done[name] if name in here else started[name].result() for name in names}
 
     def close(self) -> None:
         """Release what components hold (worker processes)."""
@@ -215,15 +234,25 @@ def mean_rewards(steps: list[list[Step] | None]) -> list[float | None]:
     return [sum(row) / len(row) if row else None for row in present]
 
 
-class Scores(NamedTuple):
-    """What one component gave: a clean score, or list of steps, or None per row, and a line for each that has none."""
+class Verdict(NamedTuple):
+    """What a component said of a row: a clean score, or list of steps, or None; then what was wrong, if anything was,
+    and whether the row is `Unscored`."""
 
-    values: list[Any]
-    failed: list[str]
-    unscored: list[str]
+    value: Any
+    problem: str | None
+    unscored: bool
 
 
-def _score(name: str, component: Component, batch: RewardBatch) -> Scores:
+def _messages(name: str, verdicts: "list[Verdict]", unscored: bool) -> list[str]:
+    """A line for each row that a component failed on, or left unscored."""
+    return [
+        f"reward.{name}: row {i}: {verdict.problem}"
+        for i, verdict in enumerate(verdicts)
+        if verdict.problem and verdict.unscored == unscored
+    ]
+
+
+def _score(name: str, component: Component, batch: RewardBatch) -> list[Verdict]:
     call = getattr(component, "steps", component)
     try:
         values = _as_list(name, call(batch), len(batch))
@@ -234,16 +263,11 @@ def _score(name: str, component: Component, batch: RewardBatch) -> Scores:
     except Exception as error:
         logger.debug("reward.%s failed on the batch, trying row by row", name, exc_info=error)
         values = [_score_row(name, call, batch.row(i)) for i in range(len(batch))]
-    scores = Scores([], [], [])
-    for i, value in enumerate(values):
-        length = len(batch.completions[i])
-        clean, problem = _clean_steps(value, length) if hasattr(component, "steps") else _clean(value)
-        scores.values.append(clean)
-        if problem:
-            (scores.unscored if isinstance(value, Unscored) else scores.failed).append(
-                f"reward.{name}: row {i}: {problem}"
-            )
-    return scores
+    verdicts = []
+    for value, text in zip(values, batch.completions, strict=True):
+        clean, problem = _clean_steps(value, len(text)) if hasattr(component, "steps") else _clean(value)
+        verdicts.append(Verdict(clean, problem, isinstance(value, Unscored)))
+    return verdicts
 
 
 def _score_row(name: str, call: Callable[[RewardBatch], Any], row: RewardBatch) -> Any:

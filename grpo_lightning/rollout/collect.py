@@ -16,13 +16,14 @@ from grpo_lightning.data.prompts import Prompt, PromptStream
 from grpo_lightning.distributed import gather, join, share
 from grpo_lightning.errors import RunError
 from grpo_lightning.objective import Objective
-from grpo_lightning.reward import RewardSet
+from grpo_lightning.reward import RewardBatch, RewardSet
 from grpo_lightning.rollout.batch import pad_completions
 from grpo_lightning.rollout.buffer import Row, Scores
 from grpo_lightning.rollout.engine import Completion, Engine, Request, SamplingParams, of_all, own_part
 from grpo_lightning.rollout.groups import Ahead, Draw, Group, Rollout
 from grpo_lightning.rollout.metrics import rollout_metrics
-from grpo_lightning.rollout.rows import make_row, pad_steps, reward_batch, step_positions
+from grpo_lightning.rollout.rows import columns_of, make_row, pad_steps, reward_batch, step_positions
+from grpo_lightning.rollout.scoring import EagerScorer, Groups
 
 log = logging.getLogger(__name__)
 
@@ -150,13 +151,18 @@ class Collector:
 
     def _draw(self, number: int) -> Draw:
         prompts, requests = self._requests(number)
+        own, columns = share(prompts), columns_of([prompt for _, prompt in prompts])
+
+        def batch_of(groups: Groups) -> RewardBatch:
+            return self._batch([(*own[at], completions) for at, completions in groups], columns, number)
+
+        scorer = EagerScorer(self.engine, self.rewards, batch_of)
         started = time.perf_counter()
         with self.clock("generate"):
-            mine = own_part(self.engine, requests)
-            completions = of_all(self.engine, self.engine.generate(mine, self.sampling))
+            completions = of_all(self.engine, scorer.generate(own_part(self.engine, requests), self.sampling))
         seconds = time.perf_counter() - started
         with self.clock("score"):
-            return self._score(prompts, completions, number, number, seconds)
+            return self._score(prompts, completions, number, number, seconds, scorer)
 
     def _score(
         self,
@@ -165,18 +171,12 @@ class Collector:
         number: int,
         weights_rollout: int,
         seconds: float,
+        scorer: EagerScorer | None = None,
     ) -> Draw:
         everything = [(index, prompt, group) for (index, prompt), group in zip(prompts, completed, strict=True)]
         sampled = share(everything)  # each process scores a part of the groups
-        flat = [(index, prompt, c, k) for index, prompt, cs in sampled for k, c in enumerate(cs)]
-        batch = reward_batch(
-            [prompt for _, prompt, _, _ in flat],
-            [completion for _, _, completion, _ in flat],
-            group_ids=[index for index, _, _, _ in flat],
-            keys=[(self.seed, TRAIN_STREAM, number, index, k) for index, _, _, k in flat],
-            decode=self.decode,
-        )
-        result = self.rewards(batch, gather)
+        batch = self._batch(sampled, columns_of([prompt for _, prompt in prompts]), number)
+        result = self.rewards(batch, gather, scorer.verdicts(len(sampled)) if scorer else None)
         groups, at = [], 0
         for index, prompt, completions in sampled:
             span = slice(at, at + len(completions))
@@ -211,12 +211,25 @@ class Collector:
                     weights_rollout=weights_rollout,
                     steps=[
                         step_positions(row.token_ids[row.start :].tolist(), steps or [], self.decode)
-                        for row, steps in zip(rows, (result.steps or [None] * len(flat))[span], strict=True)
+                        for row, steps in zip(rows, (result.steps or [None] * len(batch))[span], strict=True)
                     ],
                 )
             )
         errors = [message for messages in gather(result.errors) for message in messages]
         return Draw(join(groups), errors, seconds)
+
+    def _batch(
+        self, sampled: list[tuple[int, Prompt, list[Completion]]], columns: list[str], number: int
+    ) -> RewardBatch:
+        flat = [(index, prompt, c, k) for index, prompt, cs in sampled for k, c in enumerate(cs)]
+        return reward_batch(
+            [prompt for _, prompt, _, _ in flat],
+            [completion for _, _, completion, _ in flat],
+            group_ids=[index for index, _, _, _ in flat],
+            keys=[(self.seed, TRAIN_STREAM, number, index, k) for index, _, _, k in flat],
+            decode=self.decode,
+            columns=columns,
+        )
 
     def _varied(self, groups: list[Group]) -> list[Group]:
         """The groups that `sampling` keeps, by their task rewards (before any shaping)."""
@@ -236,7 +249,9 @@ class Collector:
             return
         if self.objective.needs_reference:
             unreferenced = [row for row in rows if row.ref_logp is None]
-            for row, scores in zip(unreferenced, self.score(unreferenced, True), strict=True):
+            with self.clock("logps"):
+                referenced = self.score(unreferenced, True)
+            for row, scores in zip(unreferenced, referenced, strict=True):
                 row.ref_logp = scores.logp
         width = max(row.length for row in rows)
         mask = pad_completions([torch.ones(row.length, dtype=torch.bool) for row in rows], width, False)
@@ -297,17 +312,22 @@ class Collector:
         if self.old_logp == "sampler":
             for row in rows:
                 row.old_logp = row.sampler_logp
+        takes_entropy = self._takes_entropy
         missing = [
             row
             for row in rows
             if (old_logp and row.old_logp is None)
-            or (self._takes_entropy and row.entropy is None)
+            or (takes_entropy and row.entropy is None)
             or (self.has_critic and row.values is None)
         ]
-        for row, scores in zip(missing, self.score(missing, False) if missing else [], strict=True):
+        if not missing:
+            return
+        with self.clock("logps"):
+            scored = self.score(missing, False)
+        for row, scores in zip(missing, scored, strict=True):
             if old_logp and row.old_logp is None:
                 row.old_logp = scores.logp
-            row.entropy = scores.entropy if self._takes_entropy else None
+            row.entropy = scores.entropy if takes_entropy else None
             row.values = scores.values
 
     @property

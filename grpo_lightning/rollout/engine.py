@@ -1,5 +1,6 @@
 """What a rollout engine is: token ids in, sampled token ids with their log-probabilities out."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +53,9 @@ class Completion:
     weights_version: int
 
 
+Done = Callable[[int, list[Completion]], None]
+
+
 class Engine(Protocol):
     """A rollout engine. `sync` comes after every optimiser phase, before the next `generate`.
 
@@ -68,8 +72,14 @@ class Engine(Protocol):
     def sync(self, policy: nn.Module, version: int) -> None:
         """Take over the policy's weights; completions carry `version` from now on."""
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The completions of each request, in its order: `len(result[i]) == requests[i].n`."""
+    def generate(
+        self, requests: list[Request], params: SamplingParams, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """The completions of each request, in its order: `len(result[i]) == requests[i].n`.
+
+        `done(i, result[i])` is called, by whatever thread generates, as soon as the group of `requests[i]` is whole:
+        once for every request, and before this returns. What it raises ends the generation and is raised here.
+        """
 
     def sleep(self) -> None:
         """No generation until the next `sync`: give accelerator memory back to the trainer."""
@@ -90,7 +100,9 @@ class Elsewhere:
         for _ in named_weights(policy):  # sharded weights are gathered by all processes together
             pass
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, requests: list[Request], params: SamplingParams, done: Done | None = None
+    ) -> list[list[Completion]]:
         return []
 
     def submit(self, requests: list[Request], params: SamplingParams) -> "Future[list[list[Completion]]]":

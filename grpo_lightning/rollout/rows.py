@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -21,19 +21,25 @@ def reward_batch(
     group_ids: list[int],
     keys: list[tuple[int, ...]],
     decode: Callable[[list[int]], str],
+    columns: list[str],
 ) -> RewardBatch:
-    """Prompts and completions, row by row, as reward components see them. Text is decoded for them alone."""
-    names = sorted({name for prompt in prompts for name in prompt.columns})
+    """Prompts and completions, row by row, as reward components see them. Text is decoded for them alone. `columns` are
+    those of all prompts together: the rows here may be a part."""
     return RewardBatch(
         prompts=[prompt.text for prompt in prompts],
         completions=[decode(completion.token_ids) for completion in completions],
         answers=[prompt.answer for prompt in prompts],
-        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in names},
+        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in columns},
         completion_ids=[completion.token_ids for completion in completions],
         group_ids=group_ids,
         keys=keys,
         finish_reasons=[completion.finish_reason for completion in completions],
     )
+
+
+def columns_of(prompts: Iterable[Prompt]) -> list[str]:
+    """The names of the columns that any of the prompts has."""
+    return sorted({name for prompt in prompts for name in prompt.columns})
 
 
 def make_row(prompt: Prompt, completion: Completion, group_id: int) -> Row:

@@ -17,7 +17,7 @@ from torch import nn
 
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.model import resolve_path
-from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.engine import Completion, Done, Request, SamplingParams
 from grpo_lightning.rollout.vllm_requests import check_requests, sampling_options
 from grpo_lightning.rollout.weights import named_weights
 
@@ -114,7 +114,10 @@ class VLLMEngine:
             self._llm.sleep(level=2)
             self._asleep, self._version = True, None
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, requests: list[Request], params: SamplingParams, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """As the protocol says, but `done` is called for all at the end: vLLM's LLM returns once all are finished."""
         if self._version is None:
             raise RuntimeError(
                 "VLLMEngine.generate was called before sync, or between sleep and sync: there are no weights"
@@ -128,8 +131,12 @@ class VLLMEngine:
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
         outputs = self._llm.generate(prompts, samplings, use_tqdm=False)
         groups = [[self._completion(sample) for sample in output.outputs] for output in outputs]
-        copies = params.temperature == 0
-        return [g * r.n if copies else g for g, r in zip(groups, requests, strict=True)]
+        if params.temperature == 0:
+            groups = [group * request.n for group, request in zip(groups, requests, strict=True)]
+        for index, group in enumerate(groups):
+            if done is not None:
+                done(index, group)
+        return groups
 
     def _completion(self, sample: Any) -> Completion:
         if sample.finish_reason not in ("stop", "length"):

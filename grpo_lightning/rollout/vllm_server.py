@@ -14,7 +14,7 @@ from torch import nn
 
 from grpo_lightning.errors import RunError, UsageError
 from grpo_lightning.model import resolve_path
-from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.engine import Completion, Done, Request, SamplingParams
 from grpo_lightning.rollout.server_client import START, ServerClient, ServerLost
 from grpo_lightning.rollout.server_process import ServerProcess
 from grpo_lightning.rollout.server_weights import FolderWeights, NCCLWeights
@@ -107,8 +107,10 @@ class VLLMServerEngine:
         self._weights.stage(policy, version)
         self._worker.submit(self._load_and_recover, version).result()
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        return self._submit(requests, params, weights_may_move=False).result()
+    def generate(
+        self, requests: list[Request], params: SamplingParams, done: Done | None = None
+    ) -> list[list[Completion]]:
+        return self._submit(requests, params, weights_may_move=False, done=done).result()
 
     def submit(self, requests: list[Request], params: SamplingParams) -> "Future[list[list[Completion]]]":
         """As `generate`, while the caller goes on; a `sync` that follows waits for it."""
@@ -128,24 +130,28 @@ class VLLMServerEngine:
         self._weights.close()
 
     def _submit(
-        self, requests: list[Request], params: SamplingParams, weights_may_move: bool
+        self, requests: list[Request], params: SamplingParams, weights_may_move: bool, done: Done | None = None
     ) -> "Future[list[list[Completion]]]":
         if self._version is None:
             raise RuntimeError("VLLMServerEngine.generate was called before sync: there are no weights to sample from")
         check_requests(requests, params, self._room)
-        return self._worker.submit(self._generate, requests, params, weights_may_move)
+        return self._worker.submit(self._generate, requests, params, weights_may_move, done)
 
     def _generate(
-        self, requests: list[Request], params: SamplingParams, weights_may_move: bool
+        self, requests: list[Request], params: SamplingParams, weights_may_move: bool, done: Done | None
     ) -> list[list[Completion]]:
         bodies: dict[int, dict[str, Any]] = {
             index: {"token_ids": list(request.token_ids), "sampling_params": sampling_options(request, params)}
             for index, request in enumerate(requests)
         }
         groups: dict[int, list[Completion]] = {}
+        copies = params.temperature == 0
 
         def take(index: int, answer: Any) -> None:
-            groups[index] = self._group(answer, bodies[index]["sampling_params"]["n"])
+            group = self._group(answer, bodies[index]["sampling_params"]["n"])
+            groups[index] = group * requests[index].n if copies else group
+            if done is not None:
+                done(index, groups[index])
 
         lost_in_a_row = 0
         while remaining := {index: body for index, body in bodies.items() if index not in groups}:
@@ -160,8 +166,7 @@ class VLLMServerEngine:
                         "send older weights again: resume this run, or use weights=folder"
                     ) from error
                 self._load(self._version)
-        copies = params.temperature == 0
-        return [groups[index] * request.n if copies else groups[index] for index, request in enumerate(requests)]
+        return [groups[index] for index in range(len(requests))]
 
     def _group(self, answer: Any, n: int) -> list[Completion]:
         completions: list[Completion] = []

@@ -47,3 +47,15 @@ class ThreadedHF:
 
     def close(self) -> None:
         self.worker.shutdown()
+
+
+class GroupByGroup(HFEngine):
+    """Generates one group after another, and tells of each."""
+
+    def generate(self, requests, params, done=None):
+        groups = []
+        for index, request in enumerate(requests):
+            groups += super().generate([request], params)
+            if done is not None:
+                done(index, groups[-1])
+        return groups

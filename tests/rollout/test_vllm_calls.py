@@ -138,3 +138,11 @@ def test_further_arguments_reach_vllm_and_those_the_engine_sets_are_refused_by_n
             start(device, {"seed": 3, name: True})
     with pytest.raises(UsageError, match=r"could not start .* rollout\.engine\.options=\{'nonsense': 1\}.*unexpected"):
         start("cuda", {"nonsense": 1})
+
+
+def test_every_group_is_told_of(start):
+    engine, _ = start("cpu")
+    engine.sync(llama(), 1)
+    told = []
+    groups = engine.generate(REQUESTS * 2, PARAMS, done=lambda index, group: told.append((index, group)))
+    assert told == list(enumerate(groups)) and [len(group) for group in groups] == [2, 2]

@@ -101,6 +101,28 @@ def test_groups_come_back_in_the_order_of_the_requests_and_completions_in_that_o
     assert body == {"token_ids": [4, 4, 5], "sampling_params": sampling_options(requests(6)[1], PARAMS)}
 
 
+def test_each_group_is_told_of_as_it_comes_and_once_also_after_a_loss(server, engine_of, policy):
+    engine = engine_of(server.url)
+    engine.sync(policy, 7)
+    server.after, server.delay = {3: {4, 5}}, {3: 0.2}
+    server.faults = {(3, 1): "500"}
+    told = []
+    groups = engine.generate(requests(3), PARAMS, done=lambda index, group: told.append((index, group)))
+    assert groups == expected(requests(3)) and sorted(told, key=lambda t: t[0]) == list(enumerate(groups))
+    assert told[-1][0] == 0  # the other two did not wait for it
+    greedy = SamplingParams(6, 0.0, (2,))
+    engine.generate(requests(1), greedy, done=lambda index, group: told.append((index, group)))
+    assert len(told) == 4 and len(told[-1][1]) == 3
+
+    def stop(index, group):
+        raise RunError("enough")
+
+    with pytest.raises(RunError, match="enough"):
+        engine.generate(requests(3), PARAMS, done=stop)
+    server.after, server.delay = {}, {}
+    assert engine.generate(requests(2), PARAMS) == expected(requests(2))  # and it goes on
+
+
 @pytest.mark.parametrize("fault", ["500", "cut", "drop", "not json", "old", "mixed", "stall"])
 def test_after_a_loss_only_what_was_not_answered_is_asked_again_with_the_weights_loaded_again(
     server, engine_of, policy, fault

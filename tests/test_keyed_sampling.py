@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_lightning.rollout.sampling import keyed_uniform, sample_tokens
+from grpo_lightning.rollout.sampling import _first_above, keyed_uniform, sample_tokens
 
 
 def test_uniforms_are_uniform_and_differ_in_every_part_of_the_key():
@@ -88,6 +88,19 @@ def test_a_token_of_probability_zero_is_never_drawn(vocabulary):
         logits[:, possible] = torch.randn(50, len(possible), generator=torch.Generator().manual_seed(1))
         tokens, _ = sample_tokens(logits, torch.full((50,), u, dtype=torch.float64), 1.0)
         assert set(tokens.tolist()) == {token}
+
+
+def test_rounding_at_the_edges_of_the_blocks_draws_no_token_of_probability_zero():
+    logits, _ = spread(2000, 2048)
+    logits[:, ::256] = -torch.inf  # the first token of each block has no mass
+    mass = (logits - logits.amax(-1, keepdim=True)).exp().view(2000, 8, 256).sum(-1, dtype=torch.float64)
+    edges = mass.cumsum(-1) / mass.sum(-1, keepdim=True)
+    for block in range(7):
+        _, logp = sample_tokens(logits, edges[:, block].contiguous(), 1.0)
+        assert logp.isfinite().all()
+    cumulative = torch.tensor([[0.0, 0.25, 1.0, 1.0]], dtype=torch.float64)
+    found = [int(_first_above(cumulative, torch.tensor([[target]]).double())) for target in (0.0, 0.25, 0.9, 1.0, 1.5)]
+    assert found == [1, 2, 2, 2, 2]
 
 
 def test_a_row_does_not_depend_on_the_others():

@@ -211,6 +211,7 @@ def test_packed_layers_compute_the_same_and_are_given_back():
     wide = llama(hidden_size=256, intermediate_size=512, attention_bias=True, initializer_range=0.05)
     ids = torch.randint(3, VOCABULARY, (3, 7))
     with torch.no_grad():
+        wide.model.layers[0].self_attn.q_proj.bias.normal_()
         expected = wide(input_ids=ids).logits
         with packed.packed(wide):
             changed = [name for name, module in wide.named_modules() if "forward" in vars(module)]

@@ -158,7 +158,8 @@ class GRPOModule(L.LightningModule):
                 f"the gradient norm is {norm} at step {self.global_step}: no step was taken; "
                 "lower optimizer.lr or look at the rewards of the last rollout"
             )
-        optimizer.step()
+        with self.clock.part("optimizer"):
+            optimizer.step()
         tokens = sum(int(row.loss_mask.sum()) for row in rows)
         self.tokens_trained += tokens
         self.rollout_tokens_trained += tokens
@@ -203,7 +204,8 @@ class GRPOModule(L.LightningModule):
         for number, (members, packs, counts) in enumerate(micro_batches):
             indices = [heard[i] for i in members]
             batch = collate([rows[i] for i in indices], packs).to(self.device)
-            (logp, entropy, _), values = self._forward(batch, entropy_gradient=self.objective.entropy_gradient)
+            with self.clock.part("forward"):
+                (logp, entropy, _), values = self._forward(batch, entropy_gradient=self.objective.entropy_gradient)
             # Where the current weights sampled the row, the old policy is this very policy: the ratio is exactly 1.
             old_logp = logp.detach()
             if batch.old_logp is not None:
@@ -227,7 +229,7 @@ class GRPOModule(L.LightningModule):
             if values is not None:
                 value_loss, more = self._value_loss(values, batch, tokens_in_all, counts)
                 loss = loss + value_loss
-            with self._gradients_kept_back(last=number == len(micro_batches) - 1):
+            with self._gradients_kept_back(last=number == len(micro_batches) - 1), self.clock.part("backward"):
                 self.manual_backward(loss * world_size())  # gradients are averaged over processes
             # How far the engine's log-probabilities are from the trainer's at the weights that sampled. Where the
             # engine's serve as old_logp, the trainer has those of these weights before the rollout's first step only.

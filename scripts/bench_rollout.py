@@ -155,8 +155,10 @@ def _update(policy: Any, optimizer: Any, prompts: list[tuple[int, ...]], groups:
     """One optimiser step of the plain policy gradient on the rows, in micro-batches of the default size."""
     import torch
 
-    from grpo_lightning.model import token_logps
-    from grpo_lightning.rollout.buffer import Row, collate, cut
+    from grpo_lightning.logps import examine, token_logps
+    from grpo_lightning.rollout.batch import collate
+    from grpo_lightning.rollout.buffer import Row
+    from grpo_lightning.rollout.micro_batches import cut_for
 
     rows = []
     for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
@@ -166,10 +168,11 @@ def _update(policy: Any, optimizer: Any, prompts: list[tuple[int, ...]], groups:
             rows.append(Row(ids, trained, len(prompt), number, number, torch.tensor(completion.logps), 0))
     device = next(policy.parameters()).device
     optimizer.zero_grad()
-    for indices in cut(rows, 4096):
-        batch = collate([rows[i] for i in indices]).to(device)
+    traits = examine(policy)
+    for indices, packs, _ in cut_for(rows, 2048, 0, 1, traits.attention):
+        batch = collate([rows[i] for i in indices], packs).to(device)
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            logp, _ = token_logps(policy, batch, 1.0)
+            logp = token_logps(policy, batch, 1.0, traits).logp
         (-(logp * batch.mask).sum() / len(rows)).backward()
     optimizer.step()
 

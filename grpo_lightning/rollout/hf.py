@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from grpo_lightning.rollout.decode import prefill
+from grpo_lightning.rollout.decode import prefill, uncompiled
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
 from grpo_lightning.rollout.packed import packed
 from grpo_lightning.rollout.sampling import KeyedRows, sample_tokens
@@ -66,7 +66,7 @@ class HFEngine:
         model.eval()
         groups: list[list[Completion]] = []
         try:
-            with packed(model):
+            with uncompiled(model), packed(model):
                 for chunk in self._chunks(requests):
                     groups += self._decode(model, chunk, params, len(groups), done)
         finally:

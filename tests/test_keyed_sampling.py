@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_lightning.rollout.sampling import _first_above, keyed_uniform, sample_tokens
+from grpo_lightning.rollout.sampling import KeyedRows, _first_above, keyed_uniform, sample_tokens
 
 
 def test_uniforms_are_uniform_and_differ_in_every_part_of_the_key():
@@ -25,6 +25,9 @@ def test_uniforms_depend_on_the_key_alone():
     together = keyed_uniform(keys)
     assert [keyed_uniform(key)[0] for key in keys] == together.tolist()
     assert keyed_uniform(keys[::-1]).tolist() == together[::-1].tolist()
+    assert keyed_uniform(keys[0])[0] == 0.23690771780850994  # the same numbers on every machine and in every version
+    rows = KeyedRows(keys[:, :3]).at(np.array([2, 0]), 4)
+    assert rows.tolist() == [keyed_uniform(np.array([8, 1, 2, 4]))[0], together[1]]
 
 
 def test_tokens_are_read_off_the_cumulative_distribution():

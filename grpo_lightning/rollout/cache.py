@@ -33,17 +33,19 @@ class RowLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = key_like.dtype, key_like.device, True
         self.rows, self.limit = rows, limit
         capacity = min(width + ROOM, limit)
-        # Zeros: what stands left of a prompt is masked, but must be finite.
         self._keys, self._values = (
-            like.new_zeros(rows, like.shape[1], capacity, like.shape[3]) for like in (key_like, value_like)
+            like.new_empty(rows, like.shape[1], capacity, like.shape[3]) for like in (key_like, value_like)
         )
         self._look(width)
 
     def fill(self, at: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write prompts [N, heads, S, size] into the rows `at` [N], right before the first new position."""
         end = self.get_seq_length()
-        self._keys[at, :, end - keys.shape[2] : end] = keys
-        self._values[at, :, end - values.shape[2] : end] = values
+        begin = end - keys.shape[2]
+        for buffer, states in ((self._keys, keys), (self._values, values)):
+            buffer[at, :, begin:end] = states
+            if begin:
+                buffer[at, :, :begin] = 0  # masked, but it must be finite
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         begin = self.get_seq_length()

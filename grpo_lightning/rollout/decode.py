@@ -1,6 +1,7 @@
 """The model's side of generation: prompts prefilled once each, and a batch of rows that goes on token by token."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -138,3 +139,19 @@ def _forward(model: nn.Module, prompts: list[tuple[int, ...]], device: torch.dev
         use_cache=True,
         logits_to_keep=1,
     )
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """A context in which modules that `Module.compile` was called on run as they were written.
+
+    They were compiled for the update; the shapes and caches of decoding would compile them again, for minutes.
+    """
+    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from grpo_lightning.rollout.decode import prefill
+from grpo_lightning.rollout.decode import prefill, uncompiled
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
 from grpo_lightning.rollout.packed import packed
-from grpo_lightning.rollout.sampling import keyed_uniform, sample_tokens
+from grpo_lightning.rollout.sampling import KeyedRows, sample_tokens
 from grpo_lightning.rollout.weights import named_weights
 
 Done = Callable[[int, list[Completion]], None]
@@ -66,7 +66,7 @@ class HFEngine:
         model.eval()
         groups: list[list[Completion]] = []
         try:
-            with packed(model):
+            with uncompiled(model), packed(model):
                 for chunk in self._chunks(requests):
                     groups += self._decode(model, chunk, params, len(groups), done)
         finally:
@@ -94,12 +94,12 @@ class HFEngine:
         log = _Log(requests, params.max_new_tokens, self._version)
         keys = np.array([(*requests[group].key, sample) for group, sample in log.rows], dtype=np.int64)
         eos = torch.tensor(params.eos_token_ids, device=device)
+        uniform = KeyedRows(keys)
         live = np.arange(len(keys))  # the row that each line of the batch belongs to
         batch, logits = prefill(model, [r.token_ids for r in requests], log.owner, params.max_new_tokens, device)
         with batch.attention():
             for position in range(params.max_new_tokens):
-                position_keys = np.column_stack([keys[live], np.full(len(live), position)])
-                uniforms = torch.from_numpy(keyed_uniform(position_keys))
+                uniforms = torch.from_numpy(uniform.at(live, position))
                 uniforms = uniforms if device.type == "mps" else uniforms.to(device)
                 drawn, logp = sample_tokens(logits, uniforms, params.temperature)
                 ended = self._ended(drawn, live, position, eos)

@@ -18,6 +18,22 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def _state(keys: np.ndarray) -> np.ndarray:
+    state = np.full(len(keys), 0x9E3779B97F4A7C15, dtype=np.uint64)
+    for column in keys.astype(np.int64).T:
+        state = _absorb(state, column.view(np.uint64))
+    return state
+
+
+def _absorb(state: np.ndarray, column: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return _mix(state + np.uint64(0x9E3779B97F4A7C15) + _mix(column + np.uint64(0x632BE59BD9B4E019)))
+
+
+def _unit(state: np.ndarray) -> np.ndarray:
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def keyed_uniform(keys: np.ndarray) -> np.ndarray:
     """Uniform numbers from integer keys.
 
@@ -27,12 +43,22 @@ def keyed_uniform(keys: np.ndarray) -> np.ndarray:
     Returns:
         [N] float64 in [0, 1). Equal keys give equal numbers on every machine.
     """
-    parts = np.atleast_2d(np.asarray(keys)).astype(np.int64).view(np.uint64)
-    state = np.full(parts.shape[0], 0x9E3779B97F4A7C15, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for column in parts.T:
-            state = _mix(state + np.uint64(0x9E3779B97F4A7C15) + _mix(column + np.uint64(0x632BE59BD9B4E019)))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _unit(_state(np.atleast_2d(np.asarray(keys))))
+
+
+class KeyedRows:
+    """The numbers of rows position by position: `at(rows, position)` is `keyed_uniform` of their keys and the position.
+
+    Args:
+        keys: [N, K] integers.
+    """
+
+    def __init__(self, keys: np.ndarray) -> None:
+        self._keys = _state(keys)
+
+    def at(self, rows: np.ndarray, position: int) -> np.ndarray:
+        """[len(rows)] float64 in [0, 1)."""
+        return _unit(_absorb(self._keys[rows], np.full(1, position, dtype=np.uint64)))
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -66,20 +92,19 @@ def _sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tenso
     inside = mass.view(rows, -1)[:, :vocabulary]
     torch.sub(scaled, top, out=inside)
     inside.exp_()
-    sums = mass.sum(-1, dtype=torch.float64)
+    sums = mass.sum(-1, dtype=torch.float64) if mass.shape[1] > 1 else mass.squeeze(1).double()
     cumulative = sums.cumsum(-1)
     total = cumulative[:, -1:]
     if temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
-    elif mass.shape[1] == 1:
-        tokens = _first_above(mass.squeeze(1).double().cumsum(-1), uniforms.unsqueeze(-1) * total)
     else:
         target = uniforms.unsqueeze(-1) * total
-        block = _first_above(cumulative, target)
-        rest = (target - (cumulative - sums).gather(-1, block)).clamp_(min=0)
-        drawn = mass[torch.arange(rows, device=mass.device), block.squeeze(-1)]
-        tokens = block * size + _first_above(drawn.double().cumsum(-1), rest)
-        tokens.clamp_(max=vocabulary - 1)  # of logits that are not finite
+        tokens = _first_above(cumulative, target)
+        if mass.shape[1] > 1:  # that was the block
+            rest = (target - (cumulative - sums).gather(-1, tokens)).clamp_(min=0)
+            drawn = mass[torch.arange(rows, device=mass.device), tokens.squeeze(-1)]
+            tokens = tokens * size + _first_above(drawn.double().cumsum(-1), rest)
+            tokens.clamp_(max=vocabulary - 1)  # of logits that are not finite
     logp = scaled.gather(-1, tokens) - top - total.log()
     return tokens.squeeze(-1), logp.squeeze(-1).float()
 

@@ -235,3 +235,16 @@ def test_an_interrupted_generation_leaves_the_model_as_it_was():
         engine(model).generate(requests(), PARAMS, done=fail)
     assert model.config._attn_implementation == "sdpa"
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_was_compiled_for_the_update_is_not_compiled_for_decoding():
+    model = llama()
+    expected = engine(model).generate(requests(), PARAMS)
+
+    def backend(graph, inputs):
+        raise AssertionError("compiled while decoding")
+
+    layer = model.model.layers[0]
+    layer.compile(backend=backend)
+    assert engine(model).generate(requests(), PARAMS) == expected
+    assert layer._compiled_call_impl is not None

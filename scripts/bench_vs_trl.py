@@ -43,9 +43,9 @@ from scripts.bench_common import (
 )  # fmt: skip
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, LR = 4, 8, 45, 1e-5
-TRL_ROWS = 8  # of TRL's micro-batch; --tune measures again which is best
+TRL_ROWS = 32  # of TRL's micro-batch: the fastest of ROWS; --tune measures them again
 ROWS = (4, 8, 16, 32)
-CELL_ROW_TOKENS = 4096  # in the cells TRL's micro-batch has as many rows as have no more tokens than this together
+CELL_ROW_TOKENS = 3072  # as many as a micro-batch of the main comparison has, prompts and padding included
 CELLS = [(prompt, completion) for prompt in (32, 512) for completion in (32, 128, 512)]
 # Columns of the table, and which phases of the clocks they are made of.
 PHASES = {"generate": ("generate",), "reference and rewards": ("logps", "score"), "update": ("update",)}
@@ -216,7 +216,7 @@ def start_trl(
 
 def tune(options: argparse.Namespace, path: str, results: Results) -> int:
     """The rows of TRL's micro-batch with which its step is the fastest, at the first beta: one step each."""
-    tuned = results.data.setdefault("trl_rows", {})
+    tuned = results.data.setdefault("trl_by_rows", {})
     for rows in ROWS:
         if str(rows) in tuned:
             continue

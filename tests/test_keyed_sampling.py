@@ -1,6 +1,7 @@
 """Keyed sampling: the uniform numbers, and the inverse cumulative distribution."""
 
 import numpy as np
+import pytest
 import torch
 
 from grpo_lightning.rollout.sampling import keyed_uniform, sample_tokens
@@ -56,3 +57,45 @@ def test_empirical_frequencies_follow_the_distribution():
     tokens, _ = sample_tokens(probabilities.log().expand(n, 3), u, 1.0)
     frequencies = torch.bincount(tokens, minlength=3) / n
     torch.testing.assert_close(frequencies, probabilities, atol=0.015, rtol=0)
+
+
+def spread(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator)
+    logits[:, ::7] = -torch.inf
+    logits[:, 256:512] = -torch.inf  # a whole block
+    return logits, torch.rand(rows, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 257, 1000, 2048])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_blocks_of_the_vocabulary_change_nothing(vocabulary, temperature):
+    logits, u = spread(400, vocabulary)
+    tokens, logp = sample_tokens(logits, u, temperature)
+    exact = torch.log_softmax(logits.double() / temperature, -1)
+    cumulative = exact.exp().cumsum(-1)
+    expected = (cumulative <= u[:, None] * cumulative[:, -1:]).sum(-1)
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(logp, exact.gather(1, tokens[:, None])[:, 0].float(), atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000, 2048])
+def test_a_token_of_probability_zero_is_never_drawn(vocabulary):
+    logits, _ = spread(50, vocabulary)
+    logits[:, -vocabulary // 3 :] = -torch.inf
+    possible = logits[0].isfinite().nonzero()[:, 0]
+    for u, token in ((0.0, int(possible[0])), (1 - 2**-53, int(possible[-1]))):
+        logits[:, possible] = torch.randn(50, len(possible), generator=torch.Generator().manual_seed(1))
+        tokens, _ = sample_tokens(logits, torch.full((50,), u, dtype=torch.float64), 1.0)
+        assert set(tokens.tolist()) == {token}
+
+
+def test_a_row_does_not_depend_on_the_others():
+    logits, u = spread(700, 1000)  # more rows than are worked on at once
+    tokens, logp = sample_tokens(logits, u, 0.9)
+    for row in (0, 261, 262, 263, 699):
+        alone, alone_logp = sample_tokens(logits[row : row + 1], u[row : row + 1], 0.9)
+        assert int(alone) == int(tokens[row])
+        torch.testing.assert_close(alone_logp, logp[row : row + 1])
+    order = torch.randperm(700, generator=torch.Generator().manual_seed(2))
+    assert sample_tokens(logits[order], u[order], 0.9)[0].tolist() == tokens[order].tolist()

@@ -1,17 +1,21 @@
 """The in-process rollout engine: the policy itself samples, through transformers, with keyed sampling."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from grpo_lightning.rollout.decode import prefill
 from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.packed import packed
 from grpo_lightning.rollout.sampling import keyed_uniform, sample_tokens
 from grpo_lightning.rollout.weights import named_weights
+
+Done = Callable[[int, list[Completion]], None]
 
 
 class HFEngine:
@@ -53,15 +57,21 @@ class HFEngine:
         self._model = None
 
     @torch.no_grad()
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, requests: list[Request], params: SamplingParams, done: Done | None = None
+    ) -> list[list[Completion]]:
         if self._model is None:
             raise RuntimeError("HFEngine.generate was called before sync: there are no weights to sample from")
         model, was_training = self._model, self._model.training
         model.eval()
+        groups: list[list[Completion]] = []
         try:
-            return [group for chunk in self._chunks(requests) for group in self._decode(model, chunk, params)]
+            with packed(model):
+                for chunk in self._chunks(requests):
+                    groups += self._decode(model, chunk, params, len(groups), done)
         finally:
             model.train(was_training)
+        return groups
 
     def _chunks(self, requests: list[Request]) -> Iterator[list[Request]]:
         # A group of more than max_rows still goes through at once: it is cut between groups only.
@@ -76,72 +86,89 @@ class HFEngine:
         if chunk:
             yield chunk
 
-    def _decode(self, model: nn.Module, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+    def _decode(
+        self, model: nn.Module, requests: list[Request], params: SamplingParams, first: int, done: Done | None
+    ) -> list[list[Completion]]:
+        """The completions of a chunk of requests, of which `first` is the number of the first one."""
         device = next(model.parameters()).device
-        rows = [(number, sample) for number, request in enumerate(requests) for sample in range(request.n)]
-        keys = np.array([(*requests[number].key, sample) for number, sample in rows], dtype=np.int64)
+        log = _Log(requests, params.max_new_tokens, self._version)
+        keys = np.array([(*requests[group].key, sample) for group, sample in log.rows], dtype=np.int64)
         eos = torch.tensor(params.eos_token_ids, device=device)
-        tokens: list[list[int]] = [[] for _ in rows]
-        logps: list[list[float]] = [[] for _ in rows]
-        stopped = [False] * len(rows)
+        live = np.arange(len(keys))  # the row that each line of the batch belongs to
+        batch, logits = prefill(model, [r.token_ids for r in requests], log.owner, params.max_new_tokens, device)
+        with batch.attention():
+            for position in range(params.max_new_tokens):
+                position_keys = np.column_stack([keys[live], np.full(len(live), position)])
+                uniforms = torch.from_numpy(keyed_uniform(position_keys))
+                uniforms = uniforms if device.type == "mps" else uniforms.to(device)
+                drawn, logp = sample_tokens(logits, uniforms, params.temperature)
+                ended = self._ended(drawn, live, position, eos)
+                log.add(live, position, drawn, logp)
+                last = position + 1 == params.max_new_tokens
+                for group in log.finish(live[ended], "stop", position) + (
+                    log.finish(live[~ended], "length", position) if last else []
+                ):
+                    if done is not None:
+                        done(first + group, log.completions[group])
+                if last or ended.all():
+                    break
+                if ended.any():  # finished rows leave the batch: rows from its end take their places
+                    count = int(len(ended) - ended.sum())
+                    target = np.flatnonzero(ended[:count])
+                    source = count + np.flatnonzero(~ended[count:])
+                    live[target] = live[source]
+                    live = live[:count]
+                    drawn = batch.move(source, target, count, drawn)
+                logits = batch.step(drawn)
+        return log.completions
 
-        # Each prompt is prefilled once; its cache is then copied to the rows of its group.
-        logits, cache, mask = _prefill(model, [request.token_ids for request in requests], device)
-        owner = torch.tensor([number for number, _ in rows], device=device)
-        cache.batch_select_indices(owner)
-        logits, mask = logits[owner], mask[owner]
-        live = np.arange(len(rows))  # the row each line of the batch belongs to
+    def _ended(self, tokens: Tensor, rows: np.ndarray, position: int, eos: Tensor) -> np.ndarray:
+        """Which completions end with the token just drawn.
 
-        for position in range(params.max_new_tokens):
-            position_keys = np.column_stack([keys[live], np.full(len(live), position)])
-            uniforms = torch.from_numpy(keyed_uniform(position_keys))
-            uniforms = uniforms if device.type == "mps" else uniforms.to(device)
-            drawn, drawn_logp = sample_tokens(logits, uniforms, params.temperature)
-            ended = torch.isin(drawn, eos).cpu().numpy()
-            for row, token, logp, end in zip(live.tolist(), drawn.tolist(), drawn_logp.tolist(), ended, strict=True):
-                tokens[row].append(token)
-                logps[row].append(logp)
-                stopped[row] = bool(end)
-            if ended.all() or position + 1 == params.max_new_tokens:
-                break
-            if ended.any():  # finished rows leave the batch
-                keep = torch.from_numpy(np.flatnonzero(~ended)).to(device)
-                cache.batch_select_indices(keep)
-                mask, drawn, live = mask[keep], drawn[keep], live[~ended]
-            mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
-            out = model(
-                input_ids=drawn.unsqueeze(1),
-                attention_mask=mask,
-                position_ids=mask.sum(1, keepdim=True) - 1,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits = out.logits[:, -1]
+        Args:
+            tokens: [L] int64, one for each live row. rows: [L] their numbers within the chunk that is decoded, in the
+                order of requests and samples. position: of the tokens in their completions, from 0.
+            eos: the ids that end a completion.
 
-        groups: list[list[Completion]] = [[] for _ in requests]
-        for row, (number, _) in enumerate(rows):
-            reason = "stop" if stopped[row] else "length"
-            groups[number].append(Completion(tokens[row], logps[row], reason, self._version))
+        Returns:
+            [L] bool.
+        """
+        return torch.isin(tokens, eos).cpu().numpy()
+
+
+class _Log:
+    """What has been drawn for the rows of a chunk, and the completions of the groups that are finished.
+
+    Attributes:
+        rows: (group, sample) of each row. owner: [R] its group.
+        completions: of each group, in the order of samples; empty until all of the group are finished.
+    """
+
+    def __init__(self, requests: list[Request], max_new_tokens: int, version: int) -> None:
+        self.rows = [(group, sample) for group, request in enumerate(requests) for sample in range(request.n)]
+        self.owner = np.array([group for group, _ in self.rows])
+        self.completions: list[list[Completion]] = [[] for _ in requests]
+        self._version = version
+        self._tokens = np.empty((len(self.rows), max_new_tokens), dtype=np.int64)
+        self._logps = np.empty((len(self.rows), max_new_tokens), dtype=np.float32)
+        self._finished: list[Completion | None] = [None] * len(self.rows)
+        self._unfinished = [request.n for request in requests]
+
+    def add(self, rows: np.ndarray, position: int, tokens: Tensor, logps: Tensor) -> None:
+        self._tokens[rows, position] = tokens.cpu().numpy()
+        self._logps[rows, position] = logps.cpu().numpy()
+
+    def finish(self, rows: np.ndarray, reason: str, position: int) -> list[int]:
+        """The rows end at this position; returns the groups of which none is left."""
+        groups = []
+        for row in rows.tolist():
+            tokens, logps = (of[row, : position + 1].tolist() for of in (self._tokens, self._logps))
+            self._finished[row] = Completion(tokens, logps, reason, self._version)
+            group, _ = self.rows[row]
+            self._unfinished[group] -= 1
+            if not self._unfinished[group]:
+                begin = int(np.searchsorted(self.owner, group))
+                end = int(np.searchsorted(self.owner, group, side="right"))
+                self.completions[group] = [cast(Completion, c) for c in self._finished[begin:end]]
+                groups.append(group)
         return groups
-
-
-def _prefill(
-    model: nn.Module, prompts: list[tuple[int, ...]], device: torch.device
-) -> tuple[Tensor, DynamicCache, Tensor]:
-    """Logits [P, V] after each left-padded prompt, the key-value cache, and the attention mask [P, S]."""
-    width = max(len(ids) for ids in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros(len(prompts), width, dtype=torch.long)
-    for number, prompt in enumerate(prompts):
-        ids[number, width - len(prompt) :] = torch.tensor(prompt)
-        mask[number, width - len(prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    out = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=DynamicCache(config=cast(PreTrainedConfig, model.config)),
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return out.logits[:, -1], out.past_key_values, mask

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -255,3 +255,12 @@ def say(message: str) -> None:
 def show(table: Table) -> None:
     """Print a table, as wide as it is where the output goes to a file."""
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a benchmark from the command line; Ctrl-C ends it in one line."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted: what was measured is in the file of --json, and --resume goes on", file=sys.stderr)
+        sys.exit(130)

@@ -55,9 +55,7 @@ class TurnsCallback(L.Callback):
         now = dict(pl_module.clock.total)
         phases = {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items() if name != "validate"}
         rows = pl_module.buffer.minibatch(0)
-        self.turns.end_step(
-            phases=phases, lengths=[row.length for row in rows], prompts=[row.start for row in rows]
-        )
+        self.turns.end_step(phases=phases, lengths=[row.length for row in rows], prompts=[row.start for row in rows])
         self._before = now
 
 

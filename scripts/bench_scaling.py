@@ -41,13 +41,14 @@ from scripts.bench_common import (
     WARM_UP_TOKENS,
     Results,
     check_lengths,
+    command,
     cores,
     model_path,
     say,
     show,
     summarise,
     write_prompts,
-)  # fmt: skip
+)
 
 SWEEPS = {
     "completion": [(45, completion, 8) for completion in (64, 128, 256, 512, 1024)],
@@ -145,9 +146,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="bench_") as place:
         folder = Path(place)
         write_prompts(folder, path, 1, prompt)
-        run = bench_ours.overrides(
-            options.model, folder, lengths, prompts=1, group_size=size, beta=options.beta, lr=LR
-        )
+        run = bench_ours.overrides(options.model, folder, lengths, prompts=1, group_size=size, beta=options.beta, lr=LR)
         more = [f"rollout.engine.max_rows={max(256, size)}"]
         child = bench_ours.start("ours", [*run, *more, *options.ours], options.threads)
         try:
@@ -240,4 +239,4 @@ def table(name: str, wanted: list[tuple[int, int, int]], points: dict[str, dict[
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

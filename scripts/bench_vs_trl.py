@@ -19,6 +19,7 @@ with the seconds of each step and phase, and under `cells` the same of each cell
 
 import argparse
 import importlib.util
+import re
 import sys
 import tempfile
 import time
@@ -34,13 +35,14 @@ from scripts.bench_common import (
     Child,
     Results,
     check_lengths,
+    command,
     cores,
     model_path,
     say,
     show,
     summarise,
     write_prompts,
-)  # fmt: skip
+)
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, LR = 4, 8, 45, 1e-5
 TRL_ROWS = 32  # of TRL's micro-batch: the fastest of ROWS; --tune measures them again
@@ -53,8 +55,8 @@ PHASES = {"generate": ("generate",), "reference and rewards": ("logps", "score")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beta", type=float, nargs="+", default=[0.04, 0.0], help="of the KL term; 0: no reference")
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of each side (default 3)")
+    parser.add_argument("--beta", type=float, nargs="+", help="of the KL term; 0: no reference (default 0.04 0)")
+    parser.add_argument("--steps", type=int, help="counted steps of each side (default 3)")
     parser.add_argument("--rows", type=int, help=f"rows in TRL's micro-batch (default {TRL_ROWS})")
     parser.add_argument("--tune", action="store_true", help=f"measure TRL's step with {ROWS} rows first; take the best")
     parser.add_argument("--cells", action="store_true", help="the six cells instead, at beta 0.04, one step each")
@@ -65,12 +67,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true", help="take over what is complete in the file of --json")
     options = parser.parse_args()
+    cells = bool(options.cells or options.cell)
+    if cells and (options.beta or options.steps is not None or options.tune):
+        parser.error("cells have beta 0.04, one step and rows of their own: no --beta, --steps and --tune with them")
+    options.beta, options.steps = options.beta or [0.04, 0.0], 3 if options.steps is None else options.steps
     if options.steps < 1 or options.threads < 1:
         parser.error("--steps and --threads must be at least 1")
     if any(beta < 0 for beta in options.beta):
         parser.error("--beta must be at least 0")
-    if options.rows is not None and (options.rows < 1 or PROMPTS * GROUP_SIZE % options.rows):
-        parser.error(f"--rows must divide the {PROMPTS * GROUP_SIZE} completions")
+    total = GROUP_SIZE if cells else PROMPTS * GROUP_SIZE
+    if options.rows is not None and (options.rows < 1 or total % options.rows):
+        parser.error(f"--rows must divide the {total} completions")
+    if options.rows and options.tune:
+        parser.error("--tune finds out what --rows says: give one of them")
     if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed: run `make setup-bench`")
     path = model_path(options.model)
@@ -79,15 +88,17 @@ def main() -> None:
         "steps": options.steps,
     }  # fmt: skip
     results = Results(options.json, settings, options.resume)
-    if options.cells or options.cell:
+    if cells:
         run_cells(options, path, results)
     else:
         run_betas(options, path, results)
 
 
 def _cell(text: str) -> tuple[int, int]:
-    prompt, completion = map(int, text.split("x"))
-    return prompt, completion
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is no PROMPTxCOMPLETION such as 32x128")
+    return int(found[1]), int(found[2])
 
 
 def run_betas(options: argparse.Namespace, path: str, results: Results) -> None:
@@ -189,15 +200,11 @@ def compare(
                 child.close()
 
 
-def start_ours(
-    options: argparse.Namespace, folder: Path, lengths: list[list[int]], prompts: int, beta: float
-) -> Child:
+def start_ours(options: argparse.Namespace, folder: Path, lengths: list[list[int]], prompts: int, beta: float) -> Child:
     from scripts import bench_ours
 
     group_size = len(lengths[0]) // prompts
-    run = bench_ours.overrides(
-        options.model, folder, lengths, prompts=prompts, group_size=group_size, beta=beta, lr=LR
-    )
+    run = bench_ours.overrides(options.model, folder, lengths, prompts=prompts, group_size=group_size, beta=beta, lr=LR)
     return bench_ours.start("ours", [*run, *options.ours], options.threads)
 
 
@@ -269,4 +276,4 @@ def _print_worst(data: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

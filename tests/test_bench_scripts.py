@@ -217,6 +217,10 @@ def test_without_trl_one_line_says_what_to_do(monkeypatch):
         (["--steps", "0"], "--steps and --threads must be at least 1"),
         (["--rows", "5"], "--rows must divide the 32 completions"),
         (["--beta", "-1"], "--beta must be at least 0"),
+        (["--cells", "--rows", "16"], "--rows must divide the 8 completions"),
+        (["--cell", "32x32", "--beta", "0"], "no --beta, --steps and --tune with them"),
+        (["--cell", "0x32"], "0x32 is no PROMPTxCOMPLETION such as 32x128"),
+        (["--rows", "8", "--tune"], "give one of them"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(arguments, said, monkeypatch, capsys):

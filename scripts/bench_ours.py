@@ -46,13 +46,13 @@ class TurnsCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
         self.turns.begin()
-        self._before = dict(pl_module.clock.total)
+        self._before = {**pl_module.clock.total, **pl_module.clock.parts}
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, GRPOModule)
-        now = dict(pl_module.clock.total)
+        now = {**pl_module.clock.total, **pl_module.clock.parts}
         phases = {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items() if name != "validate"}
         rows = pl_module.buffer.minibatch(0)
         self.turns.end_step(phases=phases, lengths=[row.length for row in rows], prompts=[row.start for row in rows])

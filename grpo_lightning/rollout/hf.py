@@ -1,6 +1,6 @@
 """The in-process rollout engine: the policy itself samples, through transformers, with keyed sampling."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
@@ -10,12 +10,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from grpo_lightning.rollout.decode import prefill, uncompiled
-from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.engine import Completion, Done, Request, SamplingParams
 from grpo_lightning.rollout.packed import packed
 from grpo_lightning.rollout.sampling import KeyedRows, sample_tokens
 from grpo_lightning.rollout.weights import named_weights
-
-Done = Callable[[int, list[Completion]], None]
 
 
 class HFEngine:

@@ -213,11 +213,17 @@ def build(
 
 
 def _check_room(policy: nn.Module, longest_prompt: int, max_new_tokens: int) -> None:
-    room = getattr(policy.config, "max_position_embeddings", None)
+    config: Any = policy.config
+    room, why = getattr(config, "max_position_embeddings", None), "positions of the model"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond them the rotary frequencies change for all rows of a batch, those that are short included.
+        room = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", room)
+        why = "positions up to which the model's longrope embeddings are the same for every row"
     if isinstance(room, int) and longest_prompt + max_new_tokens > room:
         raise UsageError(
             f"a prompt of {longest_prompt} tokens and rollout.max_new_tokens={max_new_tokens} do not fit in the {room} "
-            "positions of the model: lower rollout.max_new_tokens or set data.max_prompt_tokens"
+            f"{why}: lower rollout.max_new_tokens or set data.max_prompt_tokens"
         )
 
 

@@ -61,7 +61,7 @@ class UpdateOptions:
     minibatches: int
     micro_batch_tokens: int
     share_prompts: bool
-    skip_silent: bool
+    skip_silent: str
     old_logp: str
 
 
@@ -203,6 +203,8 @@ def check(cfg: DictConfig) -> Objective:
             f"update.minibatches={update.minibatches} is more than rollout.prompts={cfg.rollout.prompts}: "
             "a minibatch is made of whole groups"
         )
+    if update.skip_silent not in ("none", "backward", "all"):
+        raise UsageError(f"update.skip_silent must be none, backward or all, got {update.skip_silent}")
     if update.old_logp not in ("trainer", "sampler"):
         raise UsageError(f"update.old_logp must be trainer or sampler, got {update.old_logp}")
     if cfg.rollout.ahead not in (0, 1):

@@ -22,7 +22,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.objective.silent import silent_without_advantage
 from grpo_lightning.rollout.batch import Batch, collate, loss_masks, pad_completions
 from grpo_lightning.rollout.buffer import RolloutBuffer, Row, Scores
-from grpo_lightning.rollout.micro_batches import MicroBatch, cut_for
+from grpo_lightning.rollout.micro_batches import MicroBatch, cut_for, without_loss
 from grpo_lightning.sums import Sums
 
 
@@ -40,7 +40,8 @@ class GRPOModule(L.LightningModule):
         temperature: of the sampling; logits are divided by it.
         micro_batch_tokens: the most padded tokens in one forward and backward pass.
         share_prompts: compute a prompt once for the rows that have it, where the model can and where it pays.
-        skip_silent: leave rows whose loss is exactly zero out of the forward pass; denominators count them as before.
+        skip_silent: what rows whose loss is exactly zero are left out of: "none", the "backward" pass, or "all", the
+            forward pass too; denominators count them as before.
         max_grad_norm: clip the gradient's 2-norm to it; None or inf leaves it.
         warmup_rollouts: the learning rate rises linearly over this many rollouts.
         old_logp: "trainer", or "sampler" where the rows bring the engine's log-probabilities as old_logp.
@@ -60,7 +61,7 @@ class GRPOModule(L.LightningModule):
         temperature: float = 1.0,
         micro_batch_tokens: int = 8192,
         share_prompts: bool = True,
-        skip_silent: bool = True,
+        skip_silent: str = "backward",
         max_grad_norm: float | None = 1.0,
         warmup_rollouts: int = 0,
         old_logp: str = "trainer",
@@ -86,7 +87,8 @@ class GRPOModule(L.LightningModule):
         self.critic = critic
         self.traits = examine(policy)
         self.attention = self.traits.attention if share_prompts else None
-        self.skip_silent = skip_silent and critic is None and silent_without_advantage(objective)
+        self.skip_silent = skip_silent
+        self.silent_without_advantage = critic is None and silent_without_advantage(objective)
         self.reference_every, self.reference_mix = reference_every, reference_mix
         self._reference_updates = 0
         self._steps: list[dict[str, float]] = []  # what the steps of this rollout measured
@@ -199,12 +201,11 @@ class GRPOModule(L.LightningModule):
         selected = self._select(rows) if self.objective.selects else None
         tokens_in_all = max(1, int(mask.sum()))
         sums = Sums()
-        heard = self._heard(rows)
-        micro_batches = self._cut([rows[i] for i in heard])
-        for number, (members, packs, counts) in enumerate(micro_batches):
-            indices = [heard[i] for i in members]
+        micro_batches, learning = self._passes(rows)
+        for number, (indices, packs, counts) in enumerate(micro_batches):
+            learns = number < learning
             batch = collate([rows[i] for i in indices], packs).to(self.device)
-            with self.clock.part("forward"):
+            with self.clock.part("forward"), torch.set_grad_enabled(learns):
                 (logp, entropy, _), values = self._forward(batch, entropy_gradient=self.objective.entropy_gradient)
             # Where the current weights sampled the row, the old policy is this very policy: the ratio is exactly 1.
             old_logp = logp.detach()
@@ -229,8 +230,9 @@ class GRPOModule(L.LightningModule):
             if values is not None:
                 value_loss, more = self._value_loss(values, batch, tokens_in_all, counts)
                 loss = loss + value_loss
-            with self._gradients_kept_back(last=number == len(micro_batches) - 1), self.clock.part("backward"):
-                self.manual_backward(loss * world_size())  # gradients are averaged over processes
+            if learns:
+                with self._gradients_kept_back(last=number == learning - 1), self.clock.part("backward"):
+                    self.manual_backward(loss * world_size())  # gradients are averaged over processes
             # How far the engine's log-probabilities are from the trainer's at the weights that sampled. Where the
             # engine's serve as old_logp, the trainer has those of these weights before the rollout's first step only.
             trainer_logp = old_logp if self.old_logp == "trainer" else logp.detach()
@@ -249,21 +251,18 @@ class GRPOModule(L.LightningModule):
             sums.take(out.loss.detach(), metrics, {**out.maxima, "sampler/logp_gap_max": gap_max}, counts)
         return sums.over_processes(self.device)
 
-    def _cut(self, rows: list[Row]) -> list[MicroBatch]:
-        """The micro-batches of this process."""
-        return cut_for(rows, self.micro_batch_tokens, rank(), world_size(), self.attention)
+    def _cut(self, rows: Sequence[Row], some: Sequence[int]) -> list[MicroBatch]:
+        """The micro-batches of this process from some of the rows, whose indices are given."""
+        batches = cut_for([rows[i] for i in some], self.micro_batch_tokens, rank(), world_size(), self.attention)
+        return [batch._replace(rows=[some[i] for i in batch.rows]) for batch in batches]
 
-    def _heard(self, rows: list[Row]) -> list[int]:
-        """Indices of the rows that the forward pass needs: with `skip_silent`, those whose loss is not exactly zero."""
-        if not self.skip_silent:
-            return list(range(len(rows)))
-        heard = [
-            index
-            for index, row in enumerate(rows)
-            if row.advantage is not None and bool(row.advantage.where(row.loss_mask[row.start :], 0).any())
-        ]
-        # Where no row is, one still gives every weight its gradient of zero: the optimiser moves by its momentum.
-        return heard or [min(range(len(rows)), key=lambda i: (not rows[i].loss_mask.any(), len(rows[i].token_ids)))]
+    def _passes(self, rows: list[Row]) -> tuple[list[MicroBatch], int]:
+        """The micro-batches of this process, as indices into `rows`, and how many of them, from the first, learn."""
+        heard, silent = list(range(len(rows))), list[int]()
+        if self.skip_silent != "none":
+            heard, silent = without_loss(rows, self.silent_without_advantage)
+        learning = self._cut(rows, heard)
+        return learning + (self._cut(rows, silent) if self.skip_silent == "backward" else []), len(learning)
 
     def _forward(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[TokenLogps, Tensor | None]:
         """What the policy as it is now says of a batch and, with a critic, the values [N, T]."""
@@ -309,7 +308,7 @@ class GRPOModule(L.LightningModule):
         if adapters_off and not has_adapters(self.policy):
             raise RuntimeError("there is no reference policy: the objective has kl=none")
         result: dict[int, Scores] = {}
-        for indices, packs, _ in self._cut(list(rows)):
+        for indices, packs, _ in self._cut(rows, range(len(rows))):
             batch = collate([rows[i] for i in indices], packs).to(self.device)
             adapters = without_adapters(model) if adapters_off else nullcontext()
             with self.trainer.precision_plugin.forward_context(), adapters:

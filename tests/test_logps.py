@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from grpo_lightning import logps
 from grpo_lightning.logps import Traits, examine, token_logps
@@ -192,17 +193,69 @@ class Scaled(nn.Module):
         return 30 * torch.tanh(self.inner(hidden) / 30)
 
 
+class Capped(nn.Linear):
+    """Is called a plain layer, and caps its logits."""
+
+    __class__ = nn.Linear
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__(inner.in_features, inner.out_features, bias=False)
+        self.weight = inner.weight
+
+    def forward(self, hidden):
+        return 30 * torch.tanh(super().forward(hidden) / 30)
+
+
+def test_a_window_that_a_model_counts_for_itself_keeps_rows_apart():
+    # GPT-Neo masks by the place in the sequence, which in a pack is not the position.
+    torch.manual_seed(0)
+    options = dict(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=12)
+    local = AutoModelForCausalLM.from_config(GPTNeoConfig(**options, attention_types=[[["global", "local"], 1]])).eval()
+    assert examine(local).attention is None
+
+
+@pytest.mark.parametrize("own_logits", [False, True])
+def test_the_entropy_of_confident_predictions_keeps_its_digits(own_logits):
+    # H of (1 - 2 e, e, e) is about 2 e (1 - log e); in the sum 1 + 2 e float32 would keep one digit of e = 1e-7.
+    logits = torch.tensor([[0.0, -16.0, -16.0], [0.0, -12.0, -30.0], [3.0, -20.0, 1.0]])
+    exact = torch.log_softmax(logits.double(), -1)
+    if own_logits:
+        logp, entropy = logps._logp_and_entropy(logits, torch.tensor([0, 0, 2]), False)
+    else:
+        logp, entropy = logps._Readout.apply(logits, torch.eye(3), None, torch.tensor([0, 0, 2]), 1.0, False)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), rtol=2e-6, atol=0)
+    torch.testing.assert_close(logp.double(), exact[[0, 1, 2], [0, 0, 2]], rtol=2e-6, atol=0)
+
+
+def test_an_output_that_rules_tokens_out_is_not_taken_apart():
+    banned = biased_gpt2()
+    with torch.no_grad():
+        banned.lm_head.bias[3] = -torch.inf
+    traits = examine(banned)
+    assert not traits.plain_output
+    out = token_logps(banned, collate(rows_of(([5], [6, 7]))), 1.0, traits)
+    assert bool(out.entropy.isfinite().all())
+
+
 def test_what_a_model_cannot_do_is_found_out():
     assert examine(gpt2()).plain_output
     capped = llama()
     capped.lm_head = Scaled(capped.lm_head)
     assert not examine(capped).plain_output
+    small = llama(initializer_range=0.02)  # a cap of 30 does not show on logits of 0.1
+    small.lm_head = Capped(small.lm_head)
+    assert not examine(small).plain_output
     multiplied = llama()
     multiplied.forward = lambda forward=multiplied.forward, **k: SimpleNamespace(logits=2 * forward(**k).logits)
     assert not examine(multiplied).plain_output, "the logits are not the trunk's times the weight"
     deaf = llama()
     deaf.forward = lambda attention_mask=None, forward=deaf.forward, **k: forward(**k)
     assert examine(deaf).attention is None and examine(deaf).plain_output
+    for seed in range(3):
+        faint = llama(seed, initializer_range=0.02)  # what one token changes of another's logits is tiny here
+        assert examine(faint).attention
+        faint.forward = lambda attention_mask=None, forward=faint.forward, **k: forward(**k)
+        assert examine(faint).attention is None
     windowed = llama()
     windowed.config.sliding_window = 4096
     assert examine(windowed).attention is None, "a window would be lost behind a mask of one's own"

@@ -122,7 +122,8 @@ def test_everything_that_saves_time_changes_neither_loss_nor_gradient(overrides,
             load_policy("tiny"),
             load_objective([*overrides, "loss_norm=constant", "loss_norm.length=9"]),
             RolloutBuffer(1, 1, seed=0), lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=None,
-            reference=load_policy("tiny") if reference else None, temperature=0.8, share_prompts=on, skip_silent=on,
+            reference=load_policy("tiny") if reference else None, temperature=0.8, share_prompts=on,
+            skip_silent="all" if on else "none",
             micro_batch_tokens=40 if on else 1,
         )  # fmt: skip
         if not on:
@@ -157,32 +158,39 @@ class Moved(Fill):
 @pytest.mark.parametrize("silent", [[0, 1], [3], [0, 1, 2, 3, 4, 5]])
 def test_rows_without_a_loss_are_left_out_and_denominators_stay(silent, share, tmp_path, monkeypatch):
     steps, forwarded = [], []
-    monkeypatch.setattr(
-        GRPOModule,
-        "_forward",
-        lambda self, batch, f=GRPOModule._forward, **k: (forwarded.append(batch), f(self, batch, **k))[1],
-    )
-    for skip in (False, True):
+
+    def forward(self, batch, original=GRPOModule._forward, **keywords):
+        forwarded.append((len(batch.mask), torch.is_grad_enabled()))
+        return original(self, batch, **keywords)
+
+    monkeypatch.setattr(GRPOModule, "_forward", forward)
+    for skip in ("none", "backward", "all"):
         forwarded.clear()
         rows = make_rows()
         for index in silent:
             rows[index].advantage = torch.zeros(rows[index].length)
-        module, fill = fit(
-            rows, ["kl=none", "loss_norm=token"], tmp_path, skip_silent=skip, share_prompts=share, micro_batch_tokens=40
-        )
-        count = sum(len(batch.mask) for batch in forwarded)
-        assert count == (max(1, 6 - len(silent)) if skip else 6)
+        rows[2].loss_mask = torch.zeros_like(rows[2].loss_mask)  # a row out of the loss is in no pass
+        options = dict(skip_silent=skip, share_prompts=share, micro_batch_tokens=40)
+        module, fill = fit(rows, ["kl=none", "loss_norm=token"], tmp_path, **options)
+        learnt, seen = (sum(count for count, learns in forwarded if learns == kind) for kind in (True, False))
+        expected = len({0, 1, 3, 4, 5} - set(silent)) or 1
+        assert (learnt, seen) == {"none": (6, 0), "backward": (expected, 5 - expected), "all": (expected, 0)}[skip]
         steps.append((torch.cat([p.detach().flatten() for p in module.policy.parameters()]), fill.metrics[0]))
     moved = steps[0][0] - torch.cat([p.detach().flatten() for p in llama(0).parameters()])
     assert bool(moved.any()) == (len(silent) < 6)
-    torch.testing.assert_close(steps[1][0], steps[0][0], rtol=0, atol=1e-5 * float(moved.abs().max()) + 1e-12)
-    for name in ("policy/loss", "policy/grad_norm", "update/tokens"):
-        assert steps[1][1][name] == pytest.approx(steps[0][1][name], rel=1e-5, abs=1e-7), name
+    for parameters, metrics in steps[1:]:
+        torch.testing.assert_close(parameters, steps[0][0], rtol=0, atol=1e-5 * float(moved.abs().max()) + 1e-12)
+        for name in ("policy/loss", "policy/grad_norm", "update/tokens"):
+            assert metrics[name] == pytest.approx(steps[0][1][name], rel=1e-5, abs=1e-7), name
+    for name, value in steps[0][1].items():  # with a forward pass for them all, nothing that is measured changes
+        assert steps[1][1][name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+    entropy = [metrics["policy/entropy"] for _, metrics in steps]
+    assert entropy[2] != pytest.approx(entropy[0], rel=1e-4)
 
 
 def test_momentum_moves_the_policy_as_before_where_every_row_is_silent(tmp_path):
     moved = []
-    for skip in (False, True):
+    for skip in ("none", "backward", "all"):
         rows, silent = make_rows(), make_rows()
         for row in silent:
             row.advantage = torch.zeros(row.length)
@@ -192,6 +200,7 @@ def test_momentum_moves_the_policy_as_before_where_every_row_is_silent(tmp_path)
         assert len(fill.metrics) == 2 and fill.metrics[1]["policy/grad_norm"] == 0
         moved.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(moved[2], moved[0], rtol=1e-6, atol=1e-7)
 
 
 class FillInTurn(Fill):

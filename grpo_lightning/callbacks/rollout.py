@@ -55,7 +55,7 @@ class RolloutCallback(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        # Before the rollout's row of metrics.csv and its checkpoint: where those are, its file is too.
+        # Before the last row of the rollout in metrics.csv and its checkpoint: where those are, its file is too.
         self.folder.finish_writing()
         self.collector.finish_ahead()
         pl_module.end_rollout()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from grpo_lightning.errors import UsageError
 from grpo_lightning.rollout.cache import RowLayer, grouped, takes_grouped, writes_in_place
 
 PREFILL_TOKENS = 8192  # prompt tokens, padding included, in one forward pass
@@ -131,7 +132,7 @@ def _forward(model: nn.Module, prompts: list[tuple[int, ...]], device: torch.dev
         ids[number, width - len(prompt) :] = torch.tensor(prompt)
         mask[number, width - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
-    return model(
+    out = model(
         input_ids=ids,
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
@@ -139,6 +140,13 @@ def _forward(model: nn.Module, prompts: list[tuple[int, ...]], device: torch.dev
         use_cache=True,
         logits_to_keep=1,
     )
+    layers = getattr(getattr(out, "past_key_values", None), "layers", [])
+    if not layers or not all(hasattr(layer, "batch_select_indices") for layer in layers):
+        raise UsageError(
+            f"rollout=hf cannot sample from a {type(model).__name__}, which has no key-value cache in every layer: "
+            "rollout=vllm or rollout=vllm_server"
+        )
+    return out
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Rows that have the same prompt are put into packs, where the prompt is computed 
 micro-batch of at most so many padded tokens.
 """
 
+import heapq
 from typing import NamedTuple
 
 from grpo_lightning.rollout.batch import pack_tokens
@@ -43,6 +44,22 @@ def cut_for(
     return batches[process] + [filler] * (max(map(len, batches)) - len(batches[process]))
 
 
+def without_loss(rows: list[Row], silent_without_advantage: bool) -> tuple[list[int], list[int]]:
+    """Indices of the rows that have a loss, at least one; and of those of which it is exactly zero.
+
+    Rows without a loss token are in neither: nothing that is measured of them counts.
+    """
+    trained = [index for index, row in enumerate(rows) if row.loss_mask.any()]
+    silent = [index for index in trained if silent_without_advantage and not _has_advantage(rows[index])]
+    heard = sorted(set(trained) - set(silent))
+    # Where no row has one, one still gives every weight its gradient of zero: the optimiser moves by its momentum.
+    return heard or silent[:1], silent if heard else silent[1:]
+
+
+def _has_advantage(row: Row) -> bool:
+    return row.advantage is None or bool(row.advantage.where(row.loss_mask[row.start :], 0).any())
+
+
 def cut(rows: list[Row], packs: list[list[int]], micro_batch_tokens: int) -> list[MicroBatch]:
     """Packs of similar length together, at most `micro_batch_tokens` padded tokens each, and at least one pack."""
     batches: list[MicroBatch] = []
@@ -78,12 +95,18 @@ def packs_of(rows: list[Row], most: int, attention: float | None) -> list[list[i
 
 def _split(rows: list[Row], members: list[int], number: int, most: int) -> list[list[int]]:
     """The rows of one prompt in `number` packs, or more where `most` asks for it, about as long as each other."""
+    start = rows[members[0]].start
     packs: list[list[int]] = [[] for _ in range(number)]
+    shortest = [(start, which) for which in range(number)]  # a heap: (tokens, pack)
     for index in sorted(members, key=lambda i: (-rows[i].length, i)):
-        pack = min(packs, key=lambda p: sum(rows[i].length for i in p))
-        if pack and _tokens(rows, [*pack, index]) > most:
-            packs.append(pack := [])
-        pack.append(index)
+        tokens, which = shortest[0]
+        longer = tokens + rows[index].length - 1
+        if packs[which] and longer > most:
+            packs.append([index])
+            heapq.heappush(shortest, (start + rows[index].length - 1, len(packs) - 1))
+        else:
+            packs[which].append(index)
+            heapq.heapreplace(shortest, (longer, which))
     return [pack for pack in packs if pack]
 
 

@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
-from grpo_lightning.rollout.micro_batches import cut_for, packs_of
+from grpo_lightning.rollout.micro_batches import cut_for, packs_of, without_loss
 from tests.rollout.test_batch import numbered
 from tests.rollout.test_buffer import row
 
@@ -52,6 +53,14 @@ def test_prompts_are_shared_where_it_pays():
     rows = [numbered([1], [2] * 101) for _ in range(10)]
     assert sizes(0.01) == [1] * 10
     assert sizes(0.0) == [10]
+
+
+def test_rows_without_a_loss_token_are_in_no_pass():
+    rows = [row(1, 2, group) for group in range(4)]  # group 0 has advantage 0
+    rows[2].loss_mask = torch.zeros_like(rows[2].loss_mask)
+    assert without_loss(rows, True) == ([1, 3], [0])
+    assert without_loss(rows, False) == ([0, 1, 3], [])
+    assert without_loss(rows[:1], True) == ([0], []), "one gives every weight its gradient of zero"
 
 
 def test_a_prompt_is_what_its_tokens_are_not_its_number_or_length():

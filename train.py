@@ -6,5 +6,6 @@ if __name__ == "__main__":
     try:
         from grpo_lightning.train import main
     except KeyboardInterrupt:  # importing takes seconds
-        sys.exit("grpo_lightning: interrupted before anything was done")
+        print("grpo_lightning: interrupted before anything was done", file=sys.stderr)
+        sys.exit(130)
     main()

@@ -5,6 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+PHASES = ("generate", "score", "logps", "update", "sync", "validate")  # of a rollout: metrics.csv has their seconds
+OF_RUN = (*PHASES, "checkpoint")
+
 
 class PhaseClock:
     """Adds up wall-clock seconds by phase, over the run (`total`) and since the last `lap` (one rollout).
@@ -49,6 +52,13 @@ class PhaseClock:
                 yield
         finally:
             self.parts[name] += time.perf_counter() - started
+
+    def seconds(self, total: float) -> dict[str, float]:
+        """`total`, what each phase had of it, and `other`, what none of them had."""
+        named = {phase: self.total[phase] for phase in OF_RUN}
+        if self.total["trace"]:
+            named["trace"] = self.total["trace"]
+        return {"total": total, **named, "other": total - sum(named.values())}
 
     def lap(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

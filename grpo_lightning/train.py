@@ -14,6 +14,7 @@ from typing import Any
 # slower, since the ones they wait for cannot get a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own words, in the middle of the progress lines
 os.environ.setdefault("WANDB_SILENT", "true")
 
 import hydra
@@ -30,7 +31,6 @@ from rich.console import Console
 from grpo_lightning import config, distributed, launch
 from grpo_lightning.build import Run, build
 from grpo_lightning.callbacks.checkpoint import newest_readable
-from grpo_lightning.callbacks.recorder import PHASES
 from grpo_lightning.callbacks.stop import Stop, StopRequest, requeue
 from grpo_lightning.card import card
 from grpo_lightning.errors import RunError, UsageError
@@ -277,7 +277,6 @@ def _identity(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _figures(run: Run) -> dict[str, Any]:
-    phases = (*PHASES, "checkpoint")
     start = run.evaluation.start
     last = run.evaluation.last if run.evaluation.rollout else {}  # nothing yet but the validation before training
     figures = {
@@ -294,7 +293,7 @@ def _figures(run: Run) -> dict[str, Any]:
         "tokens_generated": run.rollouts.tokens_generated,
         "tokens_trained": run.module.tokens_trained,
         "prompts_skipped": run.prompts_skipped,
-        "seconds": {"total": run.recorder.seconds, **{phase: run.module.clock.total[phase] for phase in phases}},
+        "seconds": run.module.clock.seconds(run.recorder.seconds),
         "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
     if torch.cuda.is_available():

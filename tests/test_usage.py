@@ -48,6 +48,8 @@ WRONG = [
     ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "null"]),
     ("seed=-1", ["seed", "-1"]),
     ("+trainer.gradient_clip_val=1.0", ["trainer.gradient_clip_val", "optimizer.max_grad_norm"]),
+    ("update.skip_silent=2", ["update.skip_silent must be none, backward or all, got 2"]),
+    ("update.share_prompts=maybe", ["update.share_prompts"]),
     ("trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches", "update.micro_batch_tokens"]),
     ("trainer.precision=bf16-true", ["trainer.precision=bf16-true", "bf16-mixed"]),
     ("trainer.devices=2", ["2 devices", "trainer=ddp"]),

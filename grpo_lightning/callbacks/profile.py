@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from grpo_lightning.clock import PhaseClock
+from grpo_lightning.clock import OF_RUN, PhaseClock
 from grpo_lightning.distributed import rank
 from grpo_lightning.errors import RunError
 from grpo_lightning.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-PHASES = ("generate", "score", "logps", "update", "sync", "validate", "checkpoint")
 PARTS = ("forward", "backward", "optimizer")  # of update
 OPERATORS = 25
 Line = tuple[str, float, float | None]  # what, its seconds, its tokens a second
@@ -93,10 +92,10 @@ class Profile(L.Callback):
         return {"seconds": total, "traced_rollout": self.traced, "phases": figures}
 
     def _lines(self, total: float) -> list[Line]:
-        seconds = {phase: self.clock.total[phase] - self._before.get(phase, 0.0) for phase in PHASES}
+        seconds = {phase: self.clock.total[phase] - self._before.get(phase, 0.0) for phase in OF_RUN}
         tokens = {phase: count - self._tokens_before[phase] for phase, count in self.tokens().items()}
         lines: list[Line] = []
-        for phase in PHASES:
+        for phase in OF_RUN:
             lines.append((phase, seconds[phase], _speed(tokens.get(phase, 0), seconds[phase])))
             if phase == "update" and self.clock.parts:
                 parts = {name: self.clock.parts[name] for name in PARTS}

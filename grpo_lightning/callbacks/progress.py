@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lightning.callbacks.evaluation import EvaluationCallback
+from grpo_lightning.callbacks.recorder import Recorder
 from grpo_lightning.module import GRPOModule
 
 
@@ -101,8 +102,9 @@ class Progress(L.Callback):
         ):
             table.add_row(label, f"{callback.start[name]:.3f}", f"{callback.last[name]:.3f}")
         self.console.print(table)
-        seconds = pl_module.clock.total
-        self.console.print("seconds: " + "  ".join(f"{phase} {seconds[phase]:.1f}" for phase in seconds))
+        total = _find(trainer, Recorder).seconds
+        seconds = pl_module.clock.seconds(total)
+        self.console.print("seconds: " + "  ".join(f"{phase} {value:.1f}" for phase, value in seconds.items()))
 
     def _stop(self) -> None:
         if self._bar is not None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import lightning as L
 
+from grpo_lightning.clock import PHASES
 from grpo_lightning.module import GRPOModule
 from grpo_lightning.run_folder import RunFolder
-
-PHASES = ("generate", "score", "logps", "update", "sync", "validate")
 
 
 class Recorder(L.Callback):

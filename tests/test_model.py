@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_lightning.build import _check_room
 from grpo_lightning.errors import UsageError
 from grpo_lightning.model import disable_dropout, eos_token_ids, hasten, load_policy, load_tokenizer
 from tests.models import VOCABULARY, gpt2, llama
@@ -89,3 +90,15 @@ def test_compiled_layers_compute_the_same_and_keep_the_names_of_the_weights(monk
     hasten(model, compile=True, liger=False)
     assert compiled == [(type(model.model.layers[0]), {"dynamic": True})] * 2
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_longrope_is_refused_where_its_frequencies_would_change():
+    # transformers takes them by the longest row of a batch: a row's log-probabilities would depend on the others.
+    model = llama()
+    _check_room(model, 100, 28)
+    with pytest.raises(UsageError, match=r"100 tokens and rollout\.max_new_tokens=29 do not fit in the 128 positions"):
+        _check_room(model, 100, 29)
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    _check_room(model, 50, 14)
+    with pytest.raises(UsageError, match=r"do not fit in the 64 positions up to which the model's longrope"):
+        _check_room(model, 50, 15)

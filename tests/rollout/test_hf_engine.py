@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig
+from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MistralConfig
 
+from grpo_lightning.errors import UsageError
 from grpo_lightning.rollout import cache, decode, hf, packed
 from grpo_lightning.rollout.engine import Request, SamplingParams
 from grpo_lightning.rollout.hf import HFEngine
@@ -248,3 +249,12 @@ def test_what_was_compiled_for_the_update_is_not_compiled_for_decoding():
     layer.compile(backend=backend)
     assert engine(model).generate(requests(), PARAMS) == expected
     assert layer._compiled_call_impl is not None
+
+
+def test_a_model_without_a_key_value_cache_is_refused_in_one_line():
+    config = MambaConfig(vocab_size=11, hidden_size=16, state_size=4, num_hidden_layers=1)
+    engine = HFEngine()
+    engine.sync(AutoModelForCausalLM.from_config(config), 0)
+    with pytest.raises(UsageError, match="rollout=hf cannot sample from a MambaForCausalLM") as caught:
+        engine.generate([Request((3, 4), (0,), 2)], SamplingParams(4, 1.0, (2,)))
+    assert "\n" not in str(caught.value)

@@ -209,8 +209,11 @@ def model_path(model: str) -> str:
     """The folder of an option of conf/model. Raises SystemExit with one line where it is not there."""
     from grpo_lightning.errors import UsageError
     from grpo_lightning.model import resolve_path
-    from grpo_lightning.objective.load import compose
+    from grpo_lightning.objective.load import compose, conf_dir
 
+    known = sorted(file.stem for file in (conf_dir() / "model").glob("*.yaml"))
+    if model not in known:
+        raise SystemExit(f"--model {model}: no such option of conf/model (there are: {', '.join(known)})")
     try:
         path = resolve_path(compose("train", [f"model={model}"]).model.path)
     except UsageError as error:

@@ -92,12 +92,12 @@ def _inputs(batch: Batch, model: nn.Module) -> dict[str, Any]:
 
 
 def _mask(segments: Tensor, model: nn.Module) -> Tensor:
-    """Which token sees which, [B, 1, S, S]: those before it, of its prompt and its own row."""
+    """What is added to the scores, [B, 1, S, S]: a token sees those before it, of its prompt and of its own row."""
     lines, columns = segments.unsqueeze(2), segments.unsqueeze(1)
     sees = ((columns == PROMPT) | (columns == lines)).tril().unsqueeze(1)
-    if _attention(model) != "eager":
-        return sees
-    dtype = next(model.parameters()).dtype
+    # Not as booleans, which SDPA would turn into numbers, and keep, in every layer anew.
+    device = segments.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(model.parameters()).dtype
     return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, torch.finfo(dtype).min)
 
 

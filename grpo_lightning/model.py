@@ -110,6 +110,10 @@ def _load(path: str, attn_implementation: str | None) -> PreTrainedModel:
     except UsageError:
         raise
     except Exception as error:  # a damaged file, a missing attention package, no network: all the user's to mend
+        if attn_implementation is not None and ("attn_impl" in str(error) or "Attention" in str(error)):
+            raise UsageError(
+                f"model.attn_implementation={attn_implementation}: {_first_line(error)} (null: transformers chooses)"
+            ) from error
         raise UsageError(_load_message(path, "adapter" if adapter else "model", error)) from error
     if has_adapters(model):
         raise UsageError(f"model.path={path} is an adapter on the hub: download it, and give its folder")
@@ -117,8 +121,11 @@ def _load(path: str, attn_implementation: str | None) -> PreTrainedModel:
 
 
 def _load_message(path: str, what: str, error: Exception) -> str:
-    detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"model.path={path}: the {what} could not be loaded ({detail})"
+    return f"model.path={path}: the {what} could not be loaded ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def disable_dropout(model: nn.Module) -> None:

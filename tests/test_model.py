@@ -102,3 +102,10 @@ def test_longrope_is_refused_where_its_frequencies_would_change():
     _check_room(model, 50, 14)
     with pytest.raises(UsageError, match=r"do not fit in the 64 positions up to which the model's longrope"):
         _check_room(model, 50, 15)
+
+
+@pytest.mark.parametrize("name", ["egaer", "flash_attention_2"])
+def test_an_attention_that_is_not_there_is_named_as_the_option_that_asks_for_it(name):
+    with pytest.raises(UsageError, match=f"^model.attn_implementation={name}: ") as caught:
+        load_policy("tiny", attn_implementation=name)
+    assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ and only those are projected onto the vocabulary, a few at a time. The projectio
 the logits again. So no float tensor of [tokens, vocabulary] exists but of those few tokens.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -54,17 +55,22 @@ def token_logps(
         entropy_gradient: keep the graph of the entropy, which is a term of the loss.
     """
     output = output_layer(model)
-    # Weights that are sharded over processes are whole only inside the model's own forward pass.
-    if traits.plain_output and not isinstance(output.weight, DTensor):
-        hidden = hidden_states(trunk(model), batch, model).flatten(0, 1)[batch.places]
-        logp, entropy = _Readout.apply(hidden, output.weight, output.bias, batch.targets, temperature, entropy_gradient)
-    else:
+
+    def readout(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return _Readout.apply(hidden, output.weight, output.bias, batch.targets, temperature, entropy_gradient)
+
+    if not traits.plain_output:
         logits, hidden = _own_logits(model, output, batch)
         parts = [
             _logp_and_entropy(some.float() / temperature, ids, entropy_gradient)
             for some, ids in zip(*(t.split(_at_once(logits.shape[-1])) for t in (logits, batch.targets)), strict=True)
         ]
         logp, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+    elif isinstance(output.weight, DTensor):
+        hidden, (logp, entropy) = _within_forward(model, output, batch, readout)
+    else:
+        hidden = hidden_states(trunk(model), batch, model).flatten(0, 1)[batch.places]
+        logp, entropy = readout(hidden)
     return TokenLogps(batch.spread(logp), batch.spread(entropy), hidden)
 
 
@@ -119,6 +125,28 @@ def _own_logits(model: nn.Module, output: nn.Module, batch: Batch) -> tuple[Tens
     finally:
         handle.remove()
     return logits.squeeze(0), seen[0]
+
+
+def _within_forward(
+    model: nn.Module, output: nn.Module, batch: Batch, readout: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The hidden states [K, D] and their readout, made inside the model's own forward pass: weights that are sharded
+    over processes (FSDP) are whole only there."""
+    made: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+
+    def read(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = inputs[0].flatten(0, 1)[batch.places]
+        made.append((hidden, readout(hidden)))
+        return (inputs[0][:, :1],)
+
+    handle = output.register_forward_pre_hook(read)
+    try:
+        logits: Tensor = model(**_inputs(batch, model)).logits
+    finally:
+        handle.remove()
+    hidden, (logp, entropy) = made[0]
+    # FSDP prepares the backward pass of the outermost weights when a gradient comes to what the model returned.
+    return hidden, (logp + 0 * logits.sum(), entropy)
 
 
 def _at_once(vocabulary: int) -> int:
@@ -179,7 +207,8 @@ class _Readout(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight) if wants_weight else None
+        # In float32 also where the weight is in less: it adds up over the parts.
+        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants_weight else None
         d_bias = torch.zeros_like(bias) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             factor = weight.to(ctx.dtype)
@@ -197,12 +226,13 @@ class _Readout(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[part] = (d_z @ factor).to(hidden.dtype)
                 if d_weight is not None:
-                    if ctx.dtype == weight.dtype:
+                    if ctx.dtype == d_weight.dtype:
                         d_weight.addmm_(d_z.T, h)
                     else:
                         d_weight += d_z.T @ h
                 if d_bias is not None:
                     d_bias += d_z.sum(0)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
 
 

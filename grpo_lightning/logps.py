@@ -208,7 +208,8 @@ class _Readout(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         # In float32 also where the weight is in less: it adds up over the parts.
-        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants_weight else None
+        precision = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=precision) if wants_weight else None
         d_bias = torch.zeros_like(bias) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             factor = weight.to(ctx.dtype)

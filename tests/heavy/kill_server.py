@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.rollout.engine import Completion, Request, SamplingParams
+from grpo_lightning.rollout.engine import Completion, Request
 from grpo_lightning.rollout.vllm_server import VLLMServerEngine
 from grpo_lightning.train import main
 
@@ -35,10 +35,10 @@ def engine_core() -> int:
     return pid
 
 
-def counted(self: VLLMServerEngine, requests: list[Request], params: SamplingParams, weights_may_move: bool) -> Any:
+def counted(self: VLLMServerEngine, requests: list[Request], *others: Any) -> Any:
     global rollouts
     rollouts += len(requests) == PROMPTS
-    return generate(self, requests, params, weights_may_move)
+    return generate(self, requests, *others)
 
 
 def killed(self: VLLMServerEngine, answer: Any, n: int) -> list[Completion]:
